@@ -86,7 +86,7 @@ def test_an_order_is_searched_for_what_was_seen_and_keeps_within_the_memory(
 
 
 def test_parts_that_are_computed_again_save_less(ranks: list[dict[str, Any]]) -> None:
-    """Of stage 1 none is; of the others one part of two, and of stage 0 both."""
+    """Stage 0 recomputes both of its parts, stage 1 none, stages 2 and 3 one."""
     peaks = {name: [rank["searched"][name]["peak bytes"] for rank in ranks] for name in (RECOMPUTED, "v-min")}
     shares = [again / usual for again, usual in zip(peaks[RECOMPUTED], peaks["v-min"], strict=True)]
     assert shares[1] == 1.0

@@ -53,7 +53,7 @@ class MemoryPoint(NamedTuple):
 
 
 class UnitChange(IntEnum):
-    """What becomes of a unit in the memory of a stage: it comes, goes as a whole, or goes in two halves."""
+    """A change of what a stage holds of a unit: all is saved, all is freed, or first a part and then the rest."""
 
     COMES = 0
     GOES = 1

@@ -44,7 +44,7 @@ class PartWatch(Observer):
     does not see: `kept` returns those that a framework keeps of a unit, `queued` all that wait in queues of layers for
     second halves of backwards. `recomputes` says which units are computed again. Since the last `clear`, by kind of
     action and model chunk: `ms` has the times, and `nbytes` how many micro-batches held so many bytes after it;
-    `recomputed_ms` and `recomputed_bytes` have those of units that are computed again.
+    `recomputed_ms` and `recomputed_nbytes` have those of units that are computed again.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PartWatch(Observer):
     def clear(self) -> None:
         """Forget what was seen."""
         self.ms, self.recomputed_ms = _Times(list), _Times(list)
-        self.nbytes, self.recomputed_bytes = _Sizes(Counter), _Sizes(Counter)
+        self.nbytes, self.recomputed_nbytes = _Sizes(Counter), _Sizes(Counter)
 
     def figures(self, chunks: int) -> list[PartFigures]:
         """Return those of each chunk, once a batch has been weighed and one has been timed."""
@@ -76,7 +76,7 @@ class PartWatch(Observer):
     def _of(self, chunk: int) -> PartFigures:
         usual_ms, again_ms = self.ms[INPUT_GRADIENT, chunk], self.recomputed_ms[INPUT_GRADIENT, chunk]
         saved, usual_left = (max(self.nbytes[kind, chunk], default=0) for kind in (FORWARD, INPUT_GRADIENT))
-        again, again_left = (max(self.recomputed_bytes[kind, chunk], default=0) for kind in (FORWARD, INPUT_GRADIENT))
+        again, again_left = (max(self.recomputed_nbytes[kind, chunk], default=0) for kind in (FORWARD, INPUT_GRADIENT))
         left = max(usual_left, again_left)
         return PartFigures(
             forward_ms=self._median_ms(FORWARD, chunk),
@@ -109,7 +109,7 @@ class PartWatch(Observer):
         if self.store is not None and action.kind in (FORWARD, INPUT_GRADIENT):
             seen = self.store.nbytes(action.unit) + self._kept(action.unit)
             apart = sum(self.store.lasting_bytes.values()) if action.kind == FORWARD else self._queued() - self._before
-            sizes = self.recomputed_bytes if self.recomputes(action.unit) else self.nbytes
+            sizes = self.recomputed_nbytes if self.recomputes(action.unit) else self.nbytes
             sizes[action.kind, action.chunk][seen + apart] += 1
         self.then.ended(action)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import isinf
 from statistics import pstdev
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.resources import highest_of_all
 from evenpipe.schedule import (
+    BACKWARD,
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     Action,
@@ -30,6 +31,7 @@ from evenpipe.schedule import (
 )
 from evenpipe.schedule.search.costs import FORMAT, Part, RunCosts, check_caps, held_bytes
 from evenpipe.schedule.search.search import EXPECTED, USUAL, Effort
+from evenpipe.schedule.spec import halved
 from evenpipe.simulate.searched import searched
 from evenpipe.tuner.links import Burst, Ends, measure_links
 from evenpipe.tuner.pace import Pace
@@ -84,7 +86,7 @@ class SearchLoop:
 
     @property
     def compares(self) -> bool:
-        """Return whether most of the next batch may be computed again, to see what that leaves in little memory."""
+        """Return whether the next batch is looked at before there is an order: most of it may be computed again."""
         return self._look is not None and not self._found
 
     @property
@@ -236,18 +238,13 @@ class SearchLoop:
 
 def _at_once(schedule: Schedule) -> Schedule:
     """Return the schedule with each weight gradient right behind its input gradient: in less memory."""
-    rows = [
-        [
-            each
-            for action in row
-            if action.kind != WEIGHT_GRADIENT
-            for each in (
-                (action, Action(WEIGHT_GRADIENT, *action.unit)) if action.kind == INPUT_GRADIENT else (action,)
-            )
-        ]
-        for row in schedule.actions
-    ]
-    return replace(schedule, actions=tuple(map(tuple, rows)))
+
+    def whole(row: Iterable[Action]) -> Iterator[Action]:
+        for action in row:
+            if action.kind != WEIGHT_GRADIENT:
+                yield Action(BACKWARD, *action.unit) if action.kind == INPUT_GRADIENT else action
+
+    return replace(schedule, actions=tuple(tuple(halved(whole(row), 0)) for row in schedule.actions))
 
 
 def _part(figures: PartFigures, before: Part | None, recomputed: bool) -> Part:
