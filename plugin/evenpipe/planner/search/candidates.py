@@ -219,16 +219,16 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
         allowed = not question.refused(way.spec) and not sharded
         if way.bpipe and not allowed:
             continue
+        tried = replace(run, schedule=way.spec.name, bpipe=way.bpipe, group_size=way.size.group_size)
+        if stream:
+            tried = replace(tried, overlap_parameters=False)
         where = positions_of(way.places)
         nbytes = shape.nbytes
         for stage in unlike(parts, where) if parts else ():
             if nbytes <= have:
                 live = least_live(way.spec, way.size, way.bpipe)
-                least = least_bytes(parts, where, stage, live[stage], 2 if stream else 1, run, message_bytes, device)
+                least = least_bytes(parts, where, stage, live[stage], 2 if stream else 1, tried, message_bytes, device)
                 nbytes = max(nbytes, least)
-        tried = replace(run, schedule=way.spec.name, bpipe=way.bpipe, group_size=way.size.group_size)
-        if stream:
-            tried = replace(tried, overlap_parameters=False)
         ms = 0.0
         if nbytes <= have:
             kernels = Kernels(tried, cluster, FITTED)
