@@ -184,17 +184,24 @@ def batch_end(
     """
     gradient = 4 if run.gradients_in_fp32 else 2
     reduced = gathered = stepped = 0.0
-    for count, size, experts in zip(parameters, (run.replicas, run.expert_replicas), (False, True), strict=True):
+    narrow = run.quantization if run.quantized_parameters else None
+    kinds = ((parameters.shared, parameters.narrow), (parameters.expert, parameters.expert))
+    for (count, quantized), size, experts in zip(kinds, (run.replicas, run.expert_replicas), (False, True), strict=True):
         if not count:
             continue
-        ring = (size - 1) / size * count
+        ring = (size - 1) / size
+        reduced += kernels.links.reduction(ring * count * gradient, experts)
         # An all-reduce is a reduce-scatter and a gathering; ZeRO-1 gathers parameters instead of gradients.
-        again = run.element_bytes if run.sharded_optimizer else gradient
-        reduced += kernels.links.reduction(ring * gradient, experts)
-        if run.sharded_optimizer:
-            gathered += kernels.links.reduction(ring * again, experts)
+        if not run.sharded_optimizer:
+            reduced += kernels.links.reduction(ring * count * gradient, experts)
+        elif narrow is None:
+            gathered += kernels.links.reduction(ring * count * run.element_bytes, experts)
+        elif narrow.in_the_open:
+            stepped += kernels.links.reduction(ring * count * run.element_bytes, experts)
+            stepped += kernels.moved(narrow.cast_bytes * quantized)
         else:
-            reduced += kernels.links.reduction(ring * again, experts)
+            whole = run.element_bytes * (count - quantized) + (narrow.gathered_bytes or 0) * quantized
+            gathered += kernels.links.reduction(ring * whole, experts)
         stepped += kernels.moved(_STEP_BYTES * count / (size if run.sharded_optimizer else 1))
     if run.overlap_gradients:
         reduced = max(0.0, reduced - backward)

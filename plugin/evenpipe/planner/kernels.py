@@ -20,19 +20,21 @@ class Calibration:
     """gemm: share of a device's fastest matrix product that large ones reach in training. unfused: time of a softmax
     that is not fused, relative to its counted bytes. peer: share of a node's links that a collective reaches.
 
-    depth: the inner dimension at which a matrix product reaches half of its rate, that of a tile's start and end.
-    memory: share of the memory's rate that element-wise kernels reach. copy, node: share of a node's links that plain
-    copies reach, and of what leaves it. hidden: what a collective costs the matrix product that it hides behind.
+    depth: the inner dimension at which a bf16 matrix product reaches half of its rate, that of a tile's start and end.
+    copy, node: share of a node's links that plain copies reach, and of what leaves it. hidden, buffered: what a
+    collective costs the matrix product that it hides behind. narrow_attention, around: relative to bf16's on one GPU.
     """
 
     gemm: float
     unfused: float
     peer: float
     depth: float = 128.0  # a prologue and an epilogue of four steps of 32, by CUTLASS's tiles
-    memory: float = 0.80  # element-wise kernels of PyTorch on A100 and H100 reach 75 to 90 %
     copy: float = 0.83  # BPipe Tables 3 and 4 with Eq. 4 to 6: 222 to 266 GB/s of 300
     node: float = 0.90  # nccl-tests over InfiniBand: 22 to 23 of 25 GB/s
     hidden: float = 0.15  # Calculon's `processor_usage` of NVLink's collectives (Isaev et al. 2023)
+    buffered: float = 0.30  # the same with user buffers, whose copies take 16 of 132 multiprocessors, and bandwidth
+    narrow_attention: float = 1.25  # FP8 attention over bf16's, forward and backward (FlashAttention-3: 1.2 to 1.6)
+    around: float = 0.85  # of a fused attention's rate that is left to one that goes around a ring, in smaller pieces
 
 
 #: gemm, unfused and peer by least squares on the 26 rows of BPipe Table 7 that Megatron ran alone and that are taken
@@ -144,12 +146,13 @@ class Kernels:
         assert run.precision is not None
         device = cluster.device
         self.links = Links(run, cluster, calibration)
-        self._calibration = calibration
+        self._calibration, self._run, self._device = calibration, run, device
         self._flops = device.tflops[run.precision] * 1e12
-        self._device = device
-        self._bytes = device.memory_gbps * 1e9 * calibration.memory
+        self._bytes = device.memory_gbps * 1e9 * device.elementwise
         self._launch = device.launch_us * 1e-6
-        self._element = run.element_bytes
+        self._hidden = calibration.buffered if run.user_buffers else calibration.hidden
+        self._attention = calibration.narrow_attention if run.quantized_attention else 1.0
+        self._attention *= calibration.around if run.context > 1 else 1.0
         self._product = cache(self._gemm)
 
     def seconds(self, works: Iterable[Work]) -> float:
@@ -166,30 +169,48 @@ class Kernels:
                 return self._product(work)
             case Moved():
                 slow = self._calibration.unfused if work.unfused else 1.0
-                return self.moved(work.nbytes * slow) + work.kernels * self._launch
+                transposing = work.transposing if self._device.transposing else 0.0
+                return self.moved(work.nbytes * slow + transposing) + work.kernels * self._launch
             case FusedAttention():
-                return work.flops / (self._flops * self._device.attention[work.backward]) + self._launch
+                rate = self._flops * self._device.attention[work.backward] * self._attention
+                return work.flops / rate + self._launch
             case Collective():
                 takes = self.links.collective(work.nbytes, work.group)
                 if work.behind is None:
                     return takes
                 beside = self._product(work.behind)
-                return max(takes - beside, 0.0) + self._calibration.hidden * min(takes, beside)
+                shown = self._cut(takes, work.behind) if work.cut else max(takes - beside, 0.0)
+                return shown + self._hidden * min(takes, beside)
+
+    def _cut(self, takes: float, product: Gemm) -> float:
+        """Return what a collective in as many steps as there are ranks adds to the product that it is cut along.
+
+        Its last step, or its first, is beside nothing; and smaller products are slower.
+        """
+        steps = self._run.tensor
+        whole, part = self._product(product), self._product(product._replace(m=product.m / steps))
+        return max(takes - whole * (steps - 1) / steps, takes / steps) + max(0.0, steps * part - whole)
 
     def _gemm(self, work: Gemm) -> float:
-        """Whole waves of tiles over all multiprocessors, the best of the tiles; never faster than its bytes."""
-        rate = self._flops * self._device.matmul / self._device.multiprocessors * self._calibration.gemm
+        """Whole waves of tiles over all multiprocessors, the best of the tiles; never faster than its bytes.
+
+        A tile's start and end take as long whatever its operands are.
+        """
+        of, device = self._run.quantization if work.quantized else None, self._device
+        peak, matmul = (
+            (self._flops, device.matmul)
+            if of is None
+            else (device.tflops[of.rate] * 1e12, device.narrow_matmul.get(of.rate, device.matmul))
+        )
+        rate = peak * matmul / device.multiprocessors * self._calibration.gemm
+        depth = self._calibration.depth * peak / self._flops
         best = min(
-            self._waves(work, rows, columns, split)
-            * 2
-            * rows
-            * columns
-            * (work.k / split + self._calibration.depth)
-            / reached
+            self._waves(work, rows, columns, split) * 2 * rows * columns * (work.k / split + depth) / reached
             for rows, columns, reached in _TILES
             for split in (_SPLITS if work.batch == 1 and work.k >= _LEAST_SPLIT else (1,))
         )
-        nbytes = self._element * work.batch * (work.m * work.k + work.k * work.n + work.m * work.n)
+        operands = self._run.operand_bytes(work.quantized) * (work.m * work.k + work.k * work.n)
+        nbytes = work.batch * (operands + self._run.element_bytes * work.m * work.n)
         return max(best / rate, self.moved(nbytes)) + self._launch
 
     def _waves(self, work: Gemm, rows: int, columns: int, split: int) -> int:

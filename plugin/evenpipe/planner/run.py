@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Final, Literal, get_args
 
-from evenpipe.planner.descriptions import Cluster, Device, Framework, Model, Precision
+from evenpipe.planner.descriptions import Cluster, Device, Framework, Model, Precision, Rate
+from evenpipe.planner.quantized import QUANTIZATIONS, Quantization, Quantized
 from evenpipe.schedule import Queues, ScheduleError, Spec, choose
 
 __all__ = ["ITERATIONS_WITH_LATE_GRADIENTS", "Attention", "EstimateError", "Placement", "Recompute", "Run"]
@@ -36,6 +37,9 @@ class Run:
     are waited for. message_ms: what a message between neighbours takes, where that has been measured. placement: what
     is next to each other after tensor and context ranks: the replicas of a stage, as Megatron has it (PipeDream-2BW
     §3.3), or a pipeline's stages (``--use-tp-pp-dp-mapping``; BPipe §3.5 puts pipelines before replicas).
+    quantized: how operands of linear layers' products are, in fewer bits than ``precision`` has; not, if left out.
+    quantized_parameters: weights are kept and gathered that way, beside fp32 ones (``--fp8-param-gather``).
+    quantized_attention: fused attention computes in FP8. user_buffers: ``--tp-comm-overlap``.
     expert_tensor: ranks that an expert's matrices are divided among; ``tensor``, if left out. recomputed_layers: under
     "full", so many of each part's layers are carried out again, and the others keep all; all are, if left out.
     further_part: the part of the pipeline that predicts further tokens; the last, if left out. fused_softmax: unfused
@@ -70,6 +74,10 @@ class Run:
     one_queue: bool | None = None
     message_ms: float | None = None
     placement: Placement = "replicas"
+    quantized: Quantized | None = None
+    quantized_parameters: bool = False
+    quantized_attention: bool = False
+    user_buffers: bool = False
     expert_tensor: int | None = None
     recomputed_layers: int | None = None
     further_part: int | None = None
@@ -157,6 +165,20 @@ class Run:
         """Return the bytes of a parameter or an activation that takes part in compute."""
         return 4 if self.precision == "fp32" else 2
 
+    @property
+    def quantization(self) -> Quantization | None:
+        return None if self.quantized is None else QUANTIZATIONS[self.quantized]
+
+    @property
+    def rate(self) -> Rate:
+        """Return what most products compute in."""
+        assert self.precision is not None
+        return self.precision if self.quantization is None else self.quantization.rate
+
+    def operand_bytes(self, quantized: bool) -> float:
+        """Return the bytes of an element that a product takes."""
+        return self.quantization.element_bytes if quantized and self.quantization else self.element_bytes
+
     def check(self, model: Model, cluster: Cluster) -> None:
         """Raises EstimateError where model and run do not go together, or do not fill the cluster."""
         sizes = {
@@ -206,10 +228,21 @@ class Run:
     def check_precision(self, device: Device) -> None:
         """Raises EstimateError for a precision that the device, or the run's attention, does not compute in."""
         if self.precision not in device.tflops:
-            computes = ", ".join(device.tflops)
+            computes = ", ".join(one for one in device.tflops if one in get_args(Precision))
             raise EstimateError(f"precision={self.precision}: {device.name} computes {computes}: choose of these")
         if self.precision == "fp32" and self.attention == "flash":
             raise EstimateError("attention=flash: computes fp16 and bf16, not fp32: choose unfused, or a precision")
+        if self.quantization is None:
+            for name in ("quantized_parameters", "quantized_attention"):
+                if getattr(self, name):
+                    raise EstimateError(f"{name}: nothing is quantized: say how, with quantized")
+            return
+        if self.rate not in device.tflops:
+            raise EstimateError(f"quantized={self.quantized}: {device.name} has no {self.rate}: leave it out")
+        if self.precision == "fp32":
+            raise EstimateError(f"quantized={self.quantized}: goes with bf16 or fp16, not fp32: choose bf16")
+        if self.quantized_parameters and self.quantization.gathered_bytes is None:
+            raise EstimateError(f"quantized_parameters: weights are not kept in {self.quantized}: leave it out")
 
     def _fills(self, cluster: Cluster) -> None:
         if self.gpus == cluster.gpus:

@@ -36,23 +36,33 @@ class States(NamedTuple):
         return self.weights + self.gradients + self.optimizer
 
 
-def states(parameters: Parameters, run: Run, versions: int = 1) -> States:
+#: Bytes a parameter that a rank steps, beside main gradients, where weights are kept quantized: fitted on the one
+#: published peak that the step makes (70B on 32 H100 with t = 8, `benchmarks/published/recipes.yaml`).
+_STEP_OF_QUANTIZED: Final = 2.8
+
+
+def states(parameters: Parameters, run: Run, versions: int = 1, transposing: bool = False) -> States:
     """Mixed precision with Adam: parameters in 2 bytes, gradients in 2 or 4, and 12 bytes of fp32 weights and moments.
 
     Under ZeRO-1 the 12 are divided among the ranks that have the same parameters. Gradients in 2 bytes are copied to
     fp32 for the step, each rank its part. fp32: 4, 4 and 8 bytes. ``versions``: of the weights (PipeDream-2BW §3.1: at
     most two); with two, what a rank's own optimizer steps with of the batch before is held while gradients of the next
-    accumulate.
+    accumulate. Quantized weights are kept beside the others, or instead of them; on some devices twice (``transposing``).
     """
     shards = (run.replicas, run.expert_replicas) if run.sharded_optimizer else (1, 1)
     of_state = 8 if run.precision == "fp32" else 12
     owned = parameters.shared / shards[0] + parameters.expert / shards[1]
     gradient = 4 if run.gradients_in_fp32 else 2
+    weights = run.element_bytes * parameters.all
+    if run.quantization is not None:
+        replaced = run.element_bytes if run.quantized_parameters else 0
+        weights += (parameters.narrow + parameters.expert) * (run.quantization.weight_bytes(transposing) - replaced)
+    stepped = 4 + (_STEP_OF_QUANTIZED if run.quantized_parameters else 0)
     return States(
-        weights=versions * run.element_bytes * parameters.all,
+        weights=versions * weights,
         gradients=gradient * (parameters.all + (versions - 1) * owned),
         optimizer=of_state * owned,
-        step=0 if run.gradients_in_fp32 else 4 * owned,
+        step=0 if run.gradients_in_fp32 else stepped * owned,
     )
 
 
@@ -139,7 +149,7 @@ def stage_bytes(
     found = []
     for stage in range(places.stages):
         own = [chunks[places.position(stage, chunk)] for chunk in range(places.chunks)]
-        held = stage_states(own, run, versions)
+        held = stage_states(own, run, versions, device.transposing)
         # A hand-over's input and output, each with its gradient, whole where sequence parallelism divides them.
         working = max(chunk.working_bytes for chunk in own) + 2 * message_bytes
         beside = max(ALLOCATOR_SLACK[run.recompute] * (saved[stage] + working), held.step) - saved[stage]
@@ -156,7 +166,7 @@ def stage_bytes(
     return found
 
 
-def stage_states(own: Sequence[Chunk], run: Run, versions: int) -> States:
+def stage_states(own: Sequence[Chunk], run: Run, versions: int, transposing: bool) -> States:
     """Return the bytes that stay on a stage with these chunks, and those that only its step takes."""
-    each = [states(chunk.parameters, run, versions) for chunk in own]
+    each = [states(chunk.parameters, run, versions, transposing) for chunk in own]
     return States(*map(sum, zip(*each, strict=True)))

@@ -10,6 +10,7 @@ from evenpipe.planner.descriptions.kinds import (
     Latent,
     Model,
     Precision,
+    Rate,
 )
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Latent",
     "Model",
     "Precision",
+    "Rate",
     "cluster",
     "described",
     "device",

@@ -18,6 +18,7 @@ __all__ = [
     "Latent",
     "Model",
     "Precision",
+    "Rate",
     "Values",
 ]
 
@@ -55,7 +56,9 @@ class Described(Values):
 
 
 Precision = Literal["fp32", "fp16", "bf16"]
-_Rate = Annotated[float, Field(gt=0)]
+#: What a device computes in: a run's precision, or that of products whose operands have fewer bits.
+Rate = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
+_Teraflops = Annotated[float, Field(gt=0)]
 _Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -63,15 +66,20 @@ class Device(Described):
     """A GPU: what it can do, by its maker, and how much of its memory PyTorch is left with.
 
     tflops: 10^12 operations/s by precision, dense. matmul: share of them that the fastest matrix product has been
-    measured to reach; an A100's, if left out. memory_gib: what ``torch.cuda.mem_get_info`` has as total. reserve_gib:
+    measured to reach; an A100's, if left out; narrow_matmul: the same of products in 8 and 4 bits. transposing: these
+    want both operands with the summed dimension last. elementwise: share of ``memory_gbps`` that element-wise kernels
+    reach. memory_gib: what ``torch.cuda.mem_get_info`` has as total. reserve_gib:
     CUDA's context, libraries and NCCL's communicators. memory_gbps, host_gbps: 10^9 bytes/s to its own
     memory and, one way, to the host's. peer_gbps: to other GPUs of its node, one way. launch_us: a kernel, at least.
     attention: share of ``tflops`` that fused attention reaches forward and backward. framework: the oldest that is
     run on it, where that is newer than what a model was trained with.
     """
 
-    tflops: Mapping[Precision, _Rate] = Field(min_length=1)
+    tflops: Mapping[Rate, _Teraflops] = Field(min_length=1)
     matmul: _Share = 0.869
+    narrow_matmul: Mapping[Rate, _Share] = Field(default_factory=dict)
+    transposing: bool = False
+    elementwise: _Share = 0.8
     multiprocessors: int = Field(ge=1)
     memory_gib: float = Field(gt=0)
     reserve_gib: float = Field(ge=0)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from evenpipe.planner.operations.operation import Collective, FusedAttention, Gemm, Moved, Operation, Parameters, Shard
+from evenpipe.planner.operations.operation import (
+    Collective,
+    FusedAttention,
+    Gemm,
+    Moved,
+    Operation,
+    Parameters,
+    Shard,
+    Work,
+)
 
 __all__ = ["attention", "attention_mask_bytes", "experts", "mlp", "softmax_is_fused"]
 
@@ -58,7 +67,7 @@ def _grouped(shard: Shard) -> tuple[list[Operation], Sizes]:
     """Queries, keys and values by one matrix; with as many keys and values as queries this is multi-head attention."""
     model, t, e = shard.model, shard.run.tensor, shard.run.element_bytes
     width = (model.heads + 2 * model.key_value_heads) * model.head_dim / t
-    made = shard.linear("qkv", width, model.hidden, "column", kept=shard.residual)
+    made = shard.linear("qkv", width, model.hidden, "column", kept=shard.residual, behind_norm=True)
     n = shard.tokens * width
     return [
         made,
@@ -81,7 +90,7 @@ def _latent(shard: Shard) -> tuple[list[Operation], Sizes]:
     of_down = shard.tokens / (t if shard.run.sequence_parallel else 1)
     n = shard.tokens * a * (2 * key + latent.value_dim)
     return [
-        shard.linear("qkv.down", down, model.hidden, tokens=of_down, kept=shard.residual),
+        shard.linear("qkv.down", down, model.hidden, tokens=of_down, kept=shard.residual, behind_norm=True),
         shard.norm("qkv.norm", of_down * down, down),
         shard.linear("qkv.queries", a * key, latent.query_rank),
         shard.linear("qkv.keys_values", a * (latent.plain_dim + latent.value_dim), latent.key_value_rank),
@@ -93,11 +102,16 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
     """Scores, softmax, dropout and context; selective recomputation does these again."""
     model, run, e = shard.model, shard.run, shard.run.element_bytes
     length, queries, heads = model.sequence, model.sequence / run.context, model.heads / run.tensor * run.micro_batch
-    exchanged = []
+    exchanged: list[Work] = []
     if run.context > 1:
-        # Keys and values of the others come by while own queries are computed with (ring attention).
+        # Keys and values of the others come by while own queries are computed with (ring attention), and what each
+        # step gives is added in fp32: the sum read and written, the step's part read, with their sums of rows.
         nbytes = e * (run.context - 1) * shard.tokens * model.heads / run.tensor * shared * (key + value)
-        exchanged = [Collective(nbytes, "context", Gemm(queries, length, key, heads))]
+        added = 24 * (run.context - 1) * queries * heads * value
+        exchanged = [
+            Collective(nbytes, "context", Gemm(queries, length, key, heads)),
+            Moved(added, 3 * (run.context - 1)),
+        ]
     if run.attention == "flash":
         flops = 2 * queries * length * (key + value) * heads * (0.5 if model.causal else 1)
         # Backward computes the scores again (FlashAttention-2 §3.1): five products where forward has two. It adds the
@@ -111,7 +125,8 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
                 "core_attention.fused",
                 (FusedAttention(flops, False), *exchanged),
                 (FusedAttention(2.5 * flops, True), *exchanged, *exchanged),
-                saved_bytes=4 * queries * heads,  # the logarithm of each row's sum
+                # The logarithm of each row's sum; and its output, unless that is kept as the projection's input.
+                saved_bytes=(4 + (e * value if run.quantization else 0)) * queries * heads,
                 scratch_bytes=scratch,
                 core=True,
             )
@@ -162,7 +177,7 @@ def mlp(shard: Shard) -> list[Operation]:
 def _two_layers(shard: Shard, inner: float, prefix: str = "") -> list[Operation]:
     ways = 2 if shard.model.gated else 1
     return [
-        shard.linear(f"{prefix}fc1", ways * inner, shard.model.hidden, "column", kept=shard.residual),
+        shard.linear(f"{prefix}fc1", ways * inner, shard.model.hidden, "column", kept=shard.residual, behind_norm=True),
         _activation(shard, f"{prefix}activation", shard.tokens * inner, ways),
         shard.linear(f"{prefix}fc2", shard.model.hidden, inner, "row"),
     ]
@@ -222,15 +237,19 @@ def experts(shard: Shard) -> list[Operation]:
 
 def _expert_products(shard: Shard, name: str, own: float, routed: float, outputs: float, inputs: float) -> Operation:
     """One matrix product an expert, of its part of the ``routed`` tokens, with a bias for each output."""
-    m = routed / own
+    m, narrow = routed / own, shard.run.quantization
+    made, of_input, of_weight = (
+        Gemm(*sizes, own, narrow is not None)
+        for sizes in ((m, outputs, inputs), (m, inputs, outputs), (inputs, outputs, m))
+    )
     t = shard.run.expert_ways
     half = Collective((t - 1) / t * shard.run.element_bytes * routed * shard.model.hidden, "tensor")
     collected = (half,) if t > 1 else ()
     return Operation(
         name,
-        (Gemm(m, outputs, inputs, own), *collected),
-        (Gemm(m, inputs, outputs, own), *collected),
-        (Gemm(inputs, outputs, m, own),),
+        (*shard.casts(routed * inputs, narrow), made, *collected),
+        (*shard.casts(routed * outputs, narrow), of_input, *collected),
+        (of_weight,),
         Parameters(0, own * (outputs * inputs + (outputs if shard.model.biases else 0))),
-        saved_bytes=shard.run.element_bytes * routed * inputs,
+        saved_bytes=shard.run.operand_bytes(made.quantized) * routed * inputs,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from evenpipe.planner.descriptions import Model
+from evenpipe.planner.quantized import Quantization
 from evenpipe.planner.run import Run
 
 __all__ = [
@@ -29,12 +30,13 @@ Group = Literal["tensor", "expert", "context"]
 
 
 class Gemm(NamedTuple):
-    """``batch`` matrix products of (m × k) and (k × n)."""
+    """``batch`` matrix products of (m × k) and (k × n); ``quantized``: with operands as the run quantizes them."""
 
     m: float
     n: float
     k: float
     batch: float = 1
+    quantized: bool = False
 
     @property
     def flops(self) -> float:
@@ -49,36 +51,48 @@ class FusedAttention(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """``nbytes`` that element-wise kernels read and write; ``unfused``: by those of a softmax that is not fused."""
+    """``nbytes`` that element-wise kernels read and write; ``unfused``: by those of a softmax that is not fused.
+
+    transposing: on top on devices whose products want transposed copies of what is quantized.
+    """
 
     nbytes: float
     kernels: int = 1
     unfused: bool = False
+    transposing: float = 0.0
 
 
 class Collective(NamedTuple):
-    """``nbytes`` that each rank sends on the bus of its group, while ``behind`` is computed, if anything."""
+    """``nbytes`` that each rank sends on the bus of its group, while ``behind`` is computed, if anything.
+
+    cut: step by step, beside a part each of the product that takes or makes them (``--tp-comm-overlap``).
+    """
 
     nbytes: float
     group: Group
     behind: Gemm | None = None
+    cut: bool = False
 
 
 Work: TypeAlias = Gemm | FusedAttention | Moved | Collective
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters on one GPU: of what every data-parallel rank has, and of experts."""
+    """Numbers of parameters on one GPU: of what every data-parallel rank has, and of experts.
+
+    narrow: of the shared ones, those of linear layers, which a run may quantize, as it may all experts'.
+    """
 
     shared: float = 0
     expert: float = 0
+    narrow: float = 0
 
     @property
     def all(self) -> float:
         return self.shared + self.expert
 
     def times(self, count: float) -> Parameters:
-        return Parameters(self.shared * count, self.expert * count)
+        return Parameters(*(count * own for own in self))
 
 
 @dataclass(frozen=True)
@@ -99,18 +113,17 @@ class Operation:
     scratch_bytes: float = 0
     core: bool = False
 
-    def left_bytes(self, element_bytes: int) -> float:
+    def left_bytes(self, run: Run) -> float:
         """Return what the input gradient leaves for the weight gradient: the input, and the output's gradient."""
-        if not self.weight_gradient:
-            return 0
         products = [work for work in self.weight_gradient if isinstance(work, Gemm)]
-        return self.saved_bytes + element_bytes * sum(work.batch * work.k * work.n for work in products)
+        if not products:
+            return 0
+        return self.saved_bytes + sum(run.operand_bytes(work.quantized) * work.batch * work.k * work.n for work in products)
 
 
 def summed(parameters: Iterable[Parameters]) -> Parameters:
     """All of them together."""
-    found = list(parameters)
-    return Parameters(sum(one.shared for one in found), sum(one.expert for one in found))
+    return Parameters(*map(sum, zip(Parameters(), *parameters, strict=True)))
 
 
 def total(operations: Iterable[Operation]) -> Parameters:
@@ -152,33 +165,55 @@ class Shard:
         *,
         kept: float | None = None,
         tokens: float | None = None,
+        behind_norm: bool = False,
+        quantized: bool = True,
     ) -> Operation:
         """y = x W: ``outputs`` and ``inputs`` are this rank's part of W.
 
         split: "column" takes the whole input, "row" gives a sum over ranks. ``kept``: elements of its input that it
-        keeps; all, if left out.
+        keeps; all, if left out. ``quantized``: if the run quantizes; ``behind_norm``: a norm makes the input.
         """
-        m, e = self.tokens if tokens is None else tokens, self.run.element_bytes
-        of_input, of_weight = Gemm(m, inputs, outputs), Gemm(inputs, outputs, m)
+        m = self.tokens if tokens is None else tokens
+        kept = m * inputs if kept is None else kept
+        narrow = self.run.quantization if quantized else None
+        made, of_input, of_weight = (
+            Gemm(*sizes, quantized=narrow is not None)
+            for sizes in ((m, outputs, inputs), (m, inputs, outputs), (inputs, outputs, m))
+        )
         whole = inputs if split == "column" else outputs
-        forward, backward = self.collectives(split, m * whole, of_input, of_weight)
+        forward, backward = self.collectives(split, m * whole, made, of_input, of_weight)
         biases = self.model.hidden if split == "row" else outputs
+        weights = outputs * inputs
         return Operation(
             name,
-            (Gemm(m, outputs, inputs), *forward),
-            (of_input, *backward),
+            (*self.casts(kept, narrow, behind_norm), made, *forward),
+            (*self.casts(m * outputs, narrow), of_input, *backward),
             (of_weight,),
-            Parameters(outputs * inputs + (biases if self.model.biases else 0)),
-            saved_bytes=e * (m * inputs if kept is None else kept),
+            Parameters(weights + (biases if self.model.biases else 0), narrow=weights if quantized else 0),
+            saved_bytes=self.run.operand_bytes(made.quantized) * kept,
         )
 
+    def casts(self, elements: float, narrow: Quantization | None, behind_norm: bool = False) -> tuple[Moved, ...]:
+        """Return what quantizes so many elements, for the product and for the backward."""
+        if narrow is None:
+            return ()
+        fused = narrow.behind_norm_bytes if behind_norm else None
+        nbytes = narrow.cast_bytes if fused is None else fused
+        return (Moved(nbytes * elements, narrow.kernels, transposing=narrow.transposing_bytes * elements),)
+
     def collectives(
-        self, split: Split | None, elements: float, of_input: Gemm | None = None, of_weight: Gemm | None = None
+        self,
+        split: Split | None,
+        elements: float,
+        made: Gemm | None = None,
+        of_input: Gemm | None = None,
+        of_weight: Gemm | None = None,
     ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
         """Return the collectives of a tensor of so many elements, forward and backward.
 
         Where the run overlaps collectives, those of the backward run beside the products for the gradients of input and
-        weight.
+        weight. With user buffers all others travel beside the product that takes or makes them, in steps, and what a
+        quantized product takes is gathered quantized.
 
         A ring moves (t − 1)/t of a tensor for an all-gather or a reduce-scatter, twice that for an all-reduce. Sequence
         parallelism makes two halves of an all-reduce. It also gathers a column-parallel layer's input again for the
@@ -189,13 +224,22 @@ class Shard:
             return (), ()
         half = Collective((t - 1) / t * self.run.element_bytes * elements, "tensor")
         whole = half._replace(nbytes=2 * half.nbytes)
+        buffers = self.run.user_buffers and made is not None
         if split == "row":
-            return ((half,), (half,)) if self.run.sequence_parallel else ((whole,), ())
+            if not self.run.sequence_parallel:
+                return (whole,), ()
+            if not buffers:
+                return (half,), (half,)
+            return (half._replace(behind=made, cut=True),), (half._replace(behind=of_input, cut=True),)
         beside = self.run.overlap_collectives
         if not self.run.sequence_parallel:
             return (), (whole._replace(behind=of_weight if beside else None),)
-        hidden = [half._replace(behind=work if beside else None) for work in (of_input, of_weight)]
-        return (half,), tuple(hidden)
+        gathered = half
+        if buffers and made is not None and made.quantized:
+            gathered = half._replace(nbytes=half.nbytes / self.run.element_bytes)
+        again = gathered._replace(behind=of_input if beside else None)  # for the gradient of the weights
+        forward = gathered._replace(behind=made, cut=True) if buffers else gathered
+        return (forward,), (again, half._replace(behind=of_weight if beside else None))
 
     def reduced_rows(self, count: int) -> tuple[Collective, ...]:
         """All-reduces of so many fp32 numbers a token, one after the other."""

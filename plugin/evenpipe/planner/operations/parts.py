@@ -111,7 +111,7 @@ class Blocks:
 
     def left_bytes(self, block: Block) -> float:
         """Return what the input gradient of the block leaves for its weight gradient, recomputed or not."""
-        return sum(one.left_bytes(self.run.element_bytes) for one in self.operations[block])
+        return sum(one.left_bytes(self.run) for one in self.operations[block])
 
 
 class Recomputed(NamedTuple):
@@ -163,7 +163,7 @@ def logits(shard: Shard, copies_embedding: bool) -> list[Operation]:
     has it since 2020 (`cross_entropy.py`), but the gradient in half precision.
     """
     model, e, width = shard.model, shard.run.element_bytes, shard.model.vocabulary / shard.run.tensor
-    product = shard.linear("output_layer", width, model.hidden, "column", kept=shard.residual)
+    product = shard.linear("output_layer", width, model.hidden, "column", kept=shard.residual, quantized=False)
     n = shard.tokens * width
     count = width * model.hidden if copies_embedding else 0
     count += 0 if model.causal else width  # BERT's biases
@@ -180,7 +180,7 @@ def logits(shard: Shard, copies_embedding: bool) -> list[Operation]:
 def _masked_head(shard: Shard) -> list[Operation]:
     """BERT's: behind the last layer's norm a linear layer and GELU before the head's own."""
     e, n, h = shard.run.element_bytes, shard.residual, shard.model.hidden
-    made = shard.linear("transform", h, h, tokens=n / h, kept=n)
+    made = shard.linear("transform", h, h, tokens=n / h, kept=n, quantized=False)
     return [
         shard.norm("transform_norm"),
         made,
@@ -194,7 +194,7 @@ def joined(shard: Shard) -> list[Operation]:
     Each tensor-parallel rank makes some columns of the result, which are then gathered (`eh_proj`).
     """
     h, t = shard.model.hidden, shard.run.tensor
-    product = shard.linear("joining", h / t, 2 * h, "column", kept=2 * shard.residual)
+    product = shard.linear("joining", h / t, 2 * h, "column", kept=2 * shard.residual, quantized=False)
     columns = Collective((t - 1) / t * shard.run.element_bytes * shard.hidden, "tensor")
     return [
         shard.norm("embedding_norm"),
