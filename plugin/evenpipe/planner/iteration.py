@@ -39,12 +39,12 @@ def part_times(parts: Sequence[Part], blocks: Blocks, kernels: Kernels) -> list[
 
     @cache
     def of(block: Block) -> PartTime:
-        operations = blocks.operations[block]
-        forward = kernels.seconds(work for one in operations for work in one.forward)
+        operations, again = blocks.operations[block], blocks.recomputed(block).operations
+        forward = [(one, one.forward) for one in operations]
         weights = kernels.seconds(work for one in operations for work in one.weight_gradient)
-        backward = kernels.seconds(work for one in operations for work in one.backward)
-        again = kernels.seconds(work for one in blocks.recomputed(block).operations for work in one.forward)
-        return PartTime(forward, backward + weights + again, weights)
+        backward = [(one, (*one.backward, *one.weight_gradient)) for one in operations]
+        backward += [(one, one.forward) for one in again]
+        return PartTime(kernels.started(forward), kernels.started(backward), weights)
 
     return [
         PartTime(*(sum(of(block)[field] * count for block, count in part.items()) for field in range(3)))
@@ -168,8 +168,9 @@ def _run(programs: Programs, size: Size, on_clock: Callable[[Program], Simulatio
     return Simulated(found.makespan_ms, saved, program.schedule.weight_versions)
 
 
-#: What Adam in mixed precision reads and writes a parameter: gradient, copy, norm, clipping, moments, both weights.
-_STEP_BYTES = 58
+#: What Adam in mixed precision reads and writes a parameter: gradient, copy, norm, clipping and both weights; and how
+#: often each byte of its two moments.
+_STEP_BYTES, _OF_MOMENTS = 34, 6
 
 
 def batch_end(
@@ -186,7 +187,9 @@ def batch_end(
     reduced = gathered = stepped = 0.0
     narrow = run.quantization if run.quantized_parameters else None
     kinds = ((parameters.shared, parameters.narrow), (parameters.expert, parameters.expert))
-    for (count, quantized), size, experts in zip(kinds, (run.replicas, run.expert_replicas), (False, True), strict=True):
+    for (count, quantized), size, experts in zip(
+        kinds, (run.replicas, run.expert_replicas), (False, True), strict=True
+    ):
         if not count:
             continue
         ring = (size - 1) / size
@@ -202,7 +205,9 @@ def batch_end(
         else:
             whole = run.element_bytes * (count - quantized) + (narrow.gathered_bytes or 0) * quantized
             gathered += kernels.links.reduction(ring * whole, experts)
-        stepped += kernels.moved(_STEP_BYTES * count / (size if run.sharded_optimizer else 1))
+        stepped += kernels.moved(
+            (_STEP_BYTES + _OF_MOMENTS * run.moment_bytes) * count / (size if run.sharded_optimizer else 1)
+        )
     if run.overlap_gradients:
         reduced = max(0.0, reduced - backward)
     if run.overlap_parameters:

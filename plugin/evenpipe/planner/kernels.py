@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
 from typing import Final
 
 from evenpipe.planner.descriptions import Cluster
-from evenpipe.planner.operations.operation import Collective, FusedAttention, Gemm, Group, Moved, Work
-from evenpipe.planner.run import Run
+from evenpipe.planner.operations.operation import (
+    Collective,
+    Dispatch,
+    FusedAttention,
+    Gemm,
+    Group,
+    Moved,
+    Operation,
+    Work,
+)
+from evenpipe.planner.run import Dispatcher, Run
 
 __all__ = ["FITTED", "UNFITTED", "Calibration", "Kernels", "Links"]
 
@@ -33,6 +42,7 @@ class Calibration:
     node: float = 0.90  # nccl-tests over InfiniBand: 22 to 23 of 25 GB/s
     hidden: float = 0.15  # Calculon's `processor_usage` of NVLink's collectives (Isaev et al. 2023)
     buffered: float = 0.30  # the same with user buffers, whose copies take 16 of 132 multiprocessors, and bandwidth
+    beside_experts: float = 0.66  # share of a dispatch that is hidden behind another micro-batch's compute
     narrow_attention: float = 1.25  # FP8 attention over bf16's, forward and backward (FlashAttention-3: 1.2 to 1.6)
     around: float = 0.85  # of a fused attention's rate that is left to one that goes around a ring, in smaller pieces
 
@@ -61,8 +71,6 @@ class Links:
     def collective(self, nbytes: float, group: Group) -> float:
         """Return seconds of a collective in which each rank sends so many bytes."""
         t, c = self._run.tensor, self._run.context
-        if group == "expert":
-            return self._all_to_all(nbytes)
         size, stride = (t, 1) if group == "tensor" else (c, t)
         return nbytes / self._ring(size, stride) + self._latency(size * stride) * 1e-6
 
@@ -123,15 +131,50 @@ class Links:
             return self._peer
         return min(self._peer, self._node * gpus / min(stride, gpus))
 
-    def _all_to_all(self, nbytes: float) -> float:
-        """Each rank sends to the others of its node over its links, to those of other nodes by its own part of them."""
-        run, gpus = self._run, self._cluster.gpus_per_node
-        stride = run.expert_ways
-        near = max(1, min(run.expert, gpus // stride))
-        far = (run.expert - near) / max(1, run.expert - 1)
-        takes = max(nbytes * (1 - far) / self._peer, nbytes * far / self._node)
-        return takes + self._latency(run.expert * stride) * 1e-6
+    def dispatch(self, work: Dispatch) -> float:
+        """Return seconds in which tokens travel to their experts: to other ranks over the node's links, to other nodes
+        over this rank's share of what leaves it.
 
+        NCCL's all-to-all sends a copy of a token for each of its experts; the other dispatchers one to each rank, and
+        over the network one to each node, which hands it on (DeepEP; HybridEP). Experts are taken to be chosen evenly:
+        of n places k choices meet n (1 − (1 − 1/n)^k).
+        """
+        run, chosen = self._run, work.chosen
+        ranks = run.expert
+        nodes = ceil(ranks * run.expert_ways / self._cluster.gpus_per_node)
+        copies = abroad = float(chosen)
+        if run.dispatcher != "alltoall":
+            copies, abroad = _met(ranks, chosen), _met(nodes, chosen)
+            if work.nodes is not None:
+                abroad = min(abroad, work.nodes)
+        near = work.nbytes * copies * (ranks - 1) / ranks
+        far = work.nbytes * abroad * (nodes - 1) / nodes
+        links, network = _DISPATCHED[run.dispatcher]
+        takes = max(
+            near / (links * self._cluster.peer_gbps * 1e9),
+            far / (network * self._cluster.node_gbps * 1e9),
+        )
+        whole = "full_iteration" in run.graphs
+        takes += _DISPATCH_IN_GRAPH if whole else self._latency(ranks * run.expert_ways) * 1e-6
+        return takes * (1 - self._calibration.beside_experts if run.overlap_experts else 1)
+
+
+#: Of a node's links and of what leaves it, the share that a dispatcher reaches. Set.
+_DISPATCHED: Final[Mapping[Dispatcher, tuple[float, float]]] = {
+    "alltoall": (0.6, 0.6),
+    "deepep": (0.6, 0.8),
+    "hybridep": (0.6, 0.8),
+}
+_DISPATCH_IN_GRAPH: Final = 1.8e-4  # s; with ``beside_experts`` fitted on iterations of `benchmarks/published`
+
+
+def _met(places: int, choices: int) -> float:
+    return places * (1 - (1 - 1 / places) ** choices)
+
+
+_GRAPH_LAUNCH: Final = 1.5e-6  # s from kernel to kernel in a graph
+_OF_COLLECTIVE: Final = 2  # kernels that the host starts for one
+_OF_DISPATCH: Final = 3
 
 #: Tiles that a matrix product is cut into, and what each reaches of the best (CUTLASS's shapes for tensor cores).
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.65))
@@ -149,7 +192,7 @@ class Kernels:
         self._calibration, self._run, self._device = calibration, run, device
         self._flops = device.tflops[run.precision] * 1e12
         self._bytes = device.memory_gbps * 1e9 * device.elementwise
-        self._launch = device.launch_us * 1e-6
+        self._launch = _GRAPH_LAUNCH if "full_iteration" in run.graphs else device.launch_us * 1e-6
         self._hidden = calibration.buffered if run.user_buffers else calibration.hidden
         self._attention = calibration.narrow_attention if run.quantized_attention else 1.0
         self._attention *= calibration.around if run.context > 1 else 1.0
@@ -181,6 +224,34 @@ class Kernels:
                 beside = self._product(work.behind)
                 shown = self._cut(takes, work.behind) if work.cut else max(takes - beside, 0.0)
                 return shown + self._hidden * min(takes, beside)
+            case Dispatch():
+                return self.links.dispatch(work)
+
+    def started(self, works: Sequence[tuple[Operation, Iterable[Work]]]) -> float:
+        """Return the seconds of these operations' works, none of them faster than the host starts its kernels.
+
+        Before a dispatcher the host waits for the numbers of tokens, so that its time is not hidden at all.
+        """
+        takes, kernels, waits = 0.0, 0.0, False
+        for operation, each in works:
+            graphed = "full_iteration" in self._run.graphs or operation.graph in self._run.graphs
+            for work in each:
+                takes += self._of(work)
+                kernels += 0 if graphed else self._kernels(work)
+                waits = waits or (isinstance(work, Dispatch) and not graphed)
+        host = kernels * self._device.host_us * 1e-6
+        return takes + host if waits else max(takes, host)
+
+    def _kernels(self, work: Work) -> float:
+        match work:
+            case Gemm() | Moved():
+                return work.kernels
+            case FusedAttention():
+                return 1
+            case Collective():
+                return 2 * self._run.tensor if work.cut else _OF_COLLECTIVE
+            case Dispatch():
+                return _OF_DISPATCH
 
     def _cut(self, takes: float, product: Gemm) -> float:
         """Return what a collective in as many steps as there are ranks adds to the product that it is cut along.

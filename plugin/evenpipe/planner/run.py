@@ -11,7 +11,17 @@ from evenpipe.planner.descriptions import Cluster, Device, Framework, Model, Pre
 from evenpipe.planner.quantized import QUANTIZATIONS, Quantization, Quantized
 from evenpipe.schedule import Queues, ScheduleError, Spec, choose
 
-__all__ = ["ITERATIONS_WITH_LATE_GRADIENTS", "Attention", "EstimateError", "Placement", "Recompute", "Run"]
+__all__ = [
+    "ITERATIONS_WITH_LATE_GRADIENTS",
+    "Attention",
+    "Dispatcher",
+    "EstimateError",
+    "Graph",
+    "Module",
+    "Placement",
+    "Recompute",
+    "Run",
+]
 
 
 class EstimateError(ValueError):
@@ -21,6 +31,11 @@ class EstimateError(ValueError):
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["unfused", "flash"]
 Placement = Literal["replicas", "pipeline"]
+#: What selective recomputation carries out again (``--recompute-modules``).
+Module = Literal["core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "moe", "shared_experts"]
+#: What is in CUDA graphs (``--cuda-graph-scope``).
+Graph = Literal["full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess"]
+Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 #: Iterations of 2BW for the loss that one iteration with a flush reaches. PipeDream-2BW §5.1, GPT on Wikitext-103: test
 #: perplexities "match exactly when Vanilla is run for 20% fewer iterations"; `benchmarks/convergence.py` has 20, 27.
 ITERATIONS_WITH_LATE_GRADIENTS: Final = 1 / 0.8
@@ -40,6 +55,9 @@ class Run:
     quantized: how operands of linear layers' products are, in fewer bits than ``precision`` has; not, if left out.
     quantized_parameters: weights are kept and gathered that way, beside fp32 ones (``--fp8-param-gather``).
     quantized_attention: fused attention computes in FP8. user_buffers: ``--tp-comm-overlap``.
+    recomputed_modules: under "selective". dispatcher: how tokens reach their experts; overlap_experts: beside another
+    micro-batch's compute (``--overlap-moe-expert-parallel-comm``); fused_experts: all local experts' products in one
+    kernel, with activation and casts. graphs: what the host starts as a whole. moment_bytes: of each of Adam's two.
     expert_tensor: ranks that an expert's matrices are divided among; ``tensor``, if left out. recomputed_layers: under
     "full", so many of each part's layers are carried out again, and the others keep all; all are, if left out.
     further_part: the part of the pipeline that predicts further tokens; the last, if left out. fused_softmax: unfused
@@ -78,6 +96,12 @@ class Run:
     quantized_parameters: bool = False
     quantized_attention: bool = False
     user_buffers: bool = False
+    recomputed_modules: tuple[Module, ...] = ("core_attn",)
+    dispatcher: Dispatcher = "alltoall"
+    overlap_experts: bool = False
+    fused_experts: bool = False
+    graphs: tuple[Graph, ...] = ()
+    moment_bytes: int = 4
     expert_tensor: int | None = None
     recomputed_layers: int | None = None
     further_part: int | None = None
@@ -164,6 +188,14 @@ class Run:
     def element_bytes(self) -> int:
         """Return the bytes of a parameter or an activation that takes part in compute."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def again(self) -> frozenset[Module]:
+        """Return the modules that selective recomputation carries out again."""
+        if self.recompute != "selective":
+            return frozenset()
+        inner: tuple[Module, ...] = ("moe_act", "shared_experts") if "moe" in self.recomputed_modules else ()
+        return frozenset((*self.recomputed_modules, *inner))
 
     @property
     def quantization(self) -> Quantization | None:

@@ -47,10 +47,10 @@ def states(parameters: Parameters, run: Run, versions: int = 1, transposing: boo
     Under ZeRO-1 the 12 are divided among the ranks that have the same parameters. Gradients in 2 bytes are copied to
     fp32 for the step, each rank its part. fp32: 4, 4 and 8 bytes. ``versions``: of the weights (PipeDream-2BW §3.1: at
     most two); with two, what a rank's own optimizer steps with of the batch before is held while gradients of the next
-    accumulate. Quantized weights are kept beside the others, or instead of them; on some devices twice (``transposing``).
+    accumulate. Quantized weights are kept beside the others, or instead of them; twice on devices ``transposing``.
     """
     shards = (run.replicas, run.expert_replicas) if run.sharded_optimizer else (1, 1)
-    of_state = 8 if run.precision == "fp32" else 12
+    of_state = (0 if run.precision == "fp32" else 4) + 2 * run.moment_bytes
     owned = parameters.shared / shards[0] + parameters.expert / shards[1]
     gradient = 4 if run.gradients_in_fp32 else 2
     weights = run.element_bytes * parameters.all
@@ -127,7 +127,7 @@ def parameters_of(part: Part, blocks: Blocks) -> Parameters:
 
 def _working(block: Block, blocks: Blocks) -> float:
     """The most that the backward of a block takes beside what is kept: what is recomputed, until it has been used."""
-    again = blocks.recomputed(block).operations
+    again = blocks.recomputed(block).regained
     live = sum(one.saved_bytes for one in again)
     most = live
     for one in reversed(blocks.operations[block]):

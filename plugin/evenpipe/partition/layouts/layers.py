@@ -113,14 +113,15 @@ def described(gpt: Gpt, device: Device) -> dict[str, dict[str, Time]]:
     if gpt.run.precision not in device.tflops:
         known = ", ".join(device.tflops)
         raise LayoutError(f"{device.name} does not compute in {gpt.run.precision}: it does in {known}")
-    kernels, selective = Kernels(gpt.run, node_of(device, gpt.stage_ranks), FITTED), gpt.run.recompute == "selective"
+    kernels = Kernels(gpt.run, node_of(device, gpt.stage_ranks), FITTED)
 
     def time(operations: Sequence[Operation]) -> Time:
-        again = [one for one in operations if one.core and selective]
+        again = [one for one in operations if one.module in gpt.run.again]
         forward = kernels.seconds(work for one in operations for work in one.forward)
         backward = kernels.seconds(work for one in operations for work in (*one.backward, *one.weight_gradient))
         backward += kernels.seconds(work for one in again for work in one.forward)
-        return Time(_MS * forward, _MS * backward, int(sum(one.saved_bytes for one in operations if one not in again)))
+        kept = sum(one.saved_bytes for one in operations if one.source not in gpt.run.again)
+        return Time(_MS * forward, _MS * backward, int(kept))
 
     return {kind: {name: time(one) for name, one in nodes_of(gpt, kind).items()} for kind in kinds(gpt)}
 

@@ -68,11 +68,11 @@ class Device(Described):
     tflops: 10^12 operations/s by precision, dense. matmul: share of them that the fastest matrix product has been
     measured to reach; an A100's, if left out; narrow_matmul: the same of products in 8 and 4 bits. transposing: these
     want both operands with the summed dimension last. elementwise: share of ``memory_gbps`` that element-wise kernels
-    reach. memory_gib: what ``torch.cuda.mem_get_info`` has as total. reserve_gib:
-    CUDA's context, libraries and NCCL's communicators. memory_gbps, host_gbps: 10^9 bytes/s to its own
-    memory and, one way, to the host's. peer_gbps: to other GPUs of its node, one way. launch_us: a kernel, at least.
-    attention: share of ``tflops`` that fused attention reaches forward and backward. framework: the oldest that is
-    run on it, where that is newer than what a model was trained with.
+    reach. memory_gib: what ``torch.cuda.mem_get_info`` has as total. reserve_gib: CUDA's context, libraries and NCCL's
+    communicators. memory_gbps, host_gbps: 10^9 bytes/s to its own memory and, one way, to the host's. peer_gbps: to
+    other GPUs of its node, one way. launch_us: a kernel, at least; host_us: what a process takes to start one, 13.2, if
+    left out. attention: share of ``tflops`` that fused attention reaches forward and backward. framework: the oldest
+    that is run on it, where that is newer than what a model was trained with.
     """
 
     tflops: Mapping[Rate, _Teraflops] = Field(min_length=1)
@@ -87,6 +87,7 @@ class Device(Described):
     peer_gbps: float = Field(gt=0)
     host_gbps: float = Field(gt=0)
     launch_us: float = Field(ge=0)
+    host_us: float = Field(default=13.2, ge=0)
     attention: tuple[_Share, _Share] = Field(strict=False)
     framework: str | None = None
 
@@ -150,14 +151,17 @@ class Experts(Values):
     """A mixture of experts in place of the MLP.
 
     ``count`` experts with an inner size of ``ffn``, of which each token takes ``chosen``, and ``shared_ffn`` of experts
-    that all tokens take. The first ``dense_layers`` layers have the model's own MLP; where these are others, ``layers``
-    says of each layer whether it has experts.
+    that all tokens take. ``groups``: of experts, of which a token's are in ``chosen_groups`` at most. The first
+    ``dense_layers`` layers have the model's own MLP; where these are others, ``layers`` says of each layer whether it
+    has experts.
     """
 
     count: int = Field(ge=2)
     chosen: int = Field(ge=1)
     ffn: int = Field(ge=1)
     shared_ffn: int = Field(default=0, ge=0)
+    groups: int = Field(default=1, ge=1)
+    chosen_groups: int = Field(default=1, ge=1)
     dense_layers: int = Field(default=0, ge=0)
     layers: tuple[bool, ...] = Field(default=(), strict=False)
 

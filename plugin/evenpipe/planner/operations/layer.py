@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Final
+
 from evenpipe.planner.operations.operation import (
     Collective,
+    Dispatch,
     FusedAttention,
     Gemm,
     Moved,
     Operation,
     Parameters,
     Shard,
+    Split,
     Work,
 )
+from evenpipe.planner.run import Module
 
 __all__ = ["attention", "attention_mask_bytes", "experts", "mlp", "softmax_is_fused"]
 
@@ -21,14 +27,24 @@ def attention(shard: Shard) -> list[Operation]:
     into, sizes = _latent(shard) if shard.model.latent else _grouped(shard)
     out = shard.model.heads * sizes[2] / shard.run.tensor
     e, n = shard.run.element_bytes, shard.tokens * out
-    return [
-        shard.norm("input_norm"),
+    found = [
+        replace(shard.norm("input_norm"), module="layernorm"),
         *into,
         *_core(shard, *sizes),
         Operation("core_attention.transposed", (Moved(2 * e * n),), (Moved(2 * e * n),)),
         shard.linear("projection", shard.model.hidden, out, "row"),
         shard.residual_add("projection.residual"),
     ]
+    return [replace(one, graph="attn") for one in found]
+
+
+def _behind_norm(
+    shard: Shard, name: str, outputs: float, split: Split | None = "column", tokens: float | None = None
+) -> Operation:
+    """Return a linear layer whose input the layer's norm makes; what it quantizes of that is its own to keep."""
+    of, kept = shard.model.hidden, shard.residual
+    made = shard.linear(name, outputs, of, split, kept=kept, tokens=tokens, behind_norm=True)
+    return made if shard.run.quantization else replace(made, source="layernorm")
 
 
 def softmax_is_fused(shard: Shard) -> bool:
@@ -67,7 +83,7 @@ def _grouped(shard: Shard) -> tuple[list[Operation], Sizes]:
     """Queries, keys and values by one matrix; with as many keys and values as queries this is multi-head attention."""
     model, t, e = shard.model, shard.run.tensor, shard.run.element_bytes
     width = (model.heads + 2 * model.key_value_heads) * model.head_dim / t
-    made = shard.linear("qkv", width, model.hidden, "column", kept=shard.residual, behind_norm=True)
+    made = _behind_norm(shard, "qkv", width)
     n = shard.tokens * width
     return [
         made,
@@ -84,17 +100,27 @@ def _latent(shard: Shard) -> tuple[list[Operation], Sizes]:
     model, t, e = shard.model, shard.run.tensor, shard.run.element_bytes
     latent = model.latent
     assert latent is not None
+    up: Final = "mla_up_proj"
     a = model.heads / t
     key = latent.plain_dim + latent.rotary_dim
     down = latent.query_rank + latent.key_value_rank + latent.rotary_dim
     of_down = shard.tokens / (t if shard.run.sequence_parallel else 1)
     n = shard.tokens * a * (2 * key + latent.value_dim)
     return [
-        shard.linear("qkv.down", down, model.hidden, tokens=of_down, kept=shard.residual, behind_norm=True),
+        _behind_norm(shard, "qkv.down", down, None, tokens=of_down),
         shard.norm("qkv.norm", of_down * down, down),
-        shard.linear("qkv.queries", a * key, latent.query_rank),
-        shard.linear("qkv.keys_values", a * (latent.plain_dim + latent.value_dim), latent.key_value_rank),
-        Operation("core_attention.rotation", (Moved(2 * e * n),), (Moved(3 * e * n, 2),), saved_bytes=e * n),
+        replace(shard.linear("qkv.queries", a * key, latent.query_rank), module=up),
+        replace(
+            shard.linear("qkv.keys_values", a * (latent.plain_dim + latent.value_dim), latent.key_value_rank), module=up
+        ),
+        Operation(
+            "core_attention.rotation",
+            (Moved(2 * e * n, 4),),
+            (Moved(3 * e * n, 5),),
+            saved_bytes=e * n,
+            module=up,
+            source=up,
+        ),
     ], (key, 1.0, latent.value_dim)
 
 
@@ -102,6 +128,7 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
     """Scores, softmax, dropout and context; selective recomputation does these again."""
     model, run, e = shard.model, shard.run, shard.run.element_bytes
     length, queries, heads = model.sequence, model.sequence / run.context, model.heads / run.tensor * run.micro_batch
+    core: Final = "core_attn"
     exchanged: list[Work] = []
     if run.context > 1:
         # Keys and values of the others come by while own queries are computed with (ring attention), and what each
@@ -128,7 +155,8 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
                 # The logarithm of each row's sum; and its output, unless that is kept as the projection's input.
                 saved_bytes=(4 + (e * value if run.quantization else 0)) * queries * heads,
                 scratch_bytes=scratch,
-                core=True,
+                module=core,
+                source=core,
             )
         ]
     scores = queries * length * heads
@@ -142,7 +170,7 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
     drop = () if dropped is None else (dropped,)
     return [
         Operation(
-            "core_attention.scores", (products[0], *exchanged), (products[1], products[1], *exchanged), core=True
+            "core_attention.scores", (products[0], *exchanged), (products[1], products[1], *exchanged), module=core
         ),
         Operation(
             "core_attention.softmax",
@@ -151,7 +179,8 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
             # In fp32 for the backward, and, where nothing is dropped, cast for the context's product.
             saved_bytes=((e if fused else 4) + (0 if fused or model.dropout or e == 4 else e)) * scores,
             scratch_bytes=(e if fused else 10) * scores,
-            core=True,
+            module=core,
+            source=core,
         ),
         Operation(
             # What the product with the values takes, and a mask of one byte.
@@ -159,27 +188,30 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
             drop,
             drop,
             saved_bytes=(e + 1) * scores if model.dropout else 0,
-            core=True,
+            module=core,
+            source=core,
         ),
-        Operation("core_attention.context", (products[1],), products, core=True),
+        Operation("core_attention.context", (products[1],), products, module=core),
     ]
 
 
 def mlp(shard: Shard) -> list[Operation]:
     """Return the MLP block of a layer, from its norm to its residual."""
-    return [
-        shard.norm("mlp_norm"),
-        *_two_layers(shard, shard.model.ffn / shard.run.tensor),
+    found = [
+        replace(shard.norm("mlp_norm"), module="layernorm"),
+        *_two_layers(shard, shard.model.ffn / shard.run.tensor, "mlp"),
         shard.residual_add("fc2.residual"),
     ]
+    return [replace(one, graph="mlp") for one in found]
 
 
-def _two_layers(shard: Shard, inner: float, prefix: str = "") -> list[Operation]:
+def _two_layers(shard: Shard, inner: float, module: Module, prefix: str = "") -> list[Operation]:
+    """Their input is the module's, which is kept where the module is carried out again."""
     ways = 2 if shard.model.gated else 1
     return [
-        shard.linear(f"{prefix}fc1", ways * inner, shard.model.hidden, "column", kept=shard.residual, behind_norm=True),
-        _activation(shard, f"{prefix}activation", shard.tokens * inner, ways),
-        shard.linear(f"{prefix}fc2", shard.model.hidden, inner, "row"),
+        replace(_behind_norm(shard, f"{prefix}fc1", ways * inner), module=module),
+        replace(_activation(shard, f"{prefix}activation", shard.tokens * inner, ways), module=module, source=module),
+        replace(shard.linear(f"{prefix}fc2", shard.model.hidden, inner, "row"), module=module, source=module),
     ]
 
 
@@ -206,14 +238,21 @@ def experts(shard: Shard) -> list[Operation]:
     own = chosen.count / run.expert
     routed = shard.tokens * chosen.chosen * run.expert_ways / run.tensor
     inner, ways = chosen.ffn / run.expert_ways, 2 if model.gated else 1
-    part = shard.residual / model.hidden * chosen.chosen * model.hidden  # of tokens that this rank gives away
-    sent = Collective(e * part * (run.expert - 1) / run.expert, "expert")
-    exchanged = (sent,) if run.expert > 1 else ()
-    moved = Moved(3 * e * part, 2)
+    part = shard.residual * chosen.chosen  # of tokens that this rank gives away
+    limit = chosen.chosen_groups if chosen.groups > 1 else None
+    exchanged = (Dispatch(e * shard.residual, chosen.chosen, limit),) if run.expert > 1 else ()
+    # Read and written, by HybridEP's own kernels in a graph, or by three that sort, count and copy.
+    within = run.dispatcher == "hybridep" and "full_iteration" in run.graphs
+    moved = Moved(e * part, 1) if within else Moved(2 * e * part, 3)
     gates = shard.residual / model.hidden * chosen.count
-    shared = _two_layers(shard, chosen.shared_ffn / run.tensor, "shared_") if chosen.shared_ffn else []
+    shared = (
+        _two_layers(shard, chosen.shared_ffn / run.tensor, "shared_experts", "shared_") if chosen.shared_ffn else []
+    )
+    if shared and run.quantization is None:  # the router keeps the same
+        shared[0] = replace(shared[0], saved_bytes=0)
+    of_experts: Final = "moe"
     return [
-        shard.norm("mlp_norm"),
+        replace(shard.norm("mlp_norm"), module="layernorm", graph="moe_router"),
         Operation(
             "router",
             (Gemm(shard.residual / model.hidden, chosen.count, model.hidden), Moved(16 * gates, 6)),
@@ -221,15 +260,23 @@ def experts(shard: Shard) -> list[Operation]:
             (Gemm(model.hidden, chosen.count, shard.residual / model.hidden),),
             Parameters(chosen.count * (model.hidden + model.biases)),
             saved_bytes=e * shard.residual + 8 * gates,
+            module=of_experts,
+            source="layernorm",
+            graph="moe_router",
         ),
         Operation(
-            "experts.dispatch", (moved, *exchanged), (moved, *exchanged), saved_bytes=8 * routed / run.expert_ways
+            "experts.dispatch",
+            (moved, *exchanged),
+            (moved, *exchanged),
+            saved_bytes=8 * routed / run.expert_ways,
+            module=of_experts,
+            source=of_experts,
         ),
-        _expert_products(shard, "experts.fc1", own, routed, ways * inner, model.hidden),
-        _activation(shard, "experts.activation", routed * inner, ways),
-        _expert_products(shard, "experts.fc2", own, routed, model.hidden, inner),
-        # The weighted sum needs what each expert gave.
-        Operation("experts.combine", (*exchanged, moved), (*exchanged, moved), saved_bytes=e * part),
+        replace(_expert_products(shard, "experts.fc1", own, routed, ways * inner, model.hidden), source=of_experts),
+        _expert_activation(shard, routed * inner, ways),
+        replace(_expert_products(shard, "experts.fc2", own, routed, model.hidden, inner), source="moe_act"),
+        *_expert_biases(shard, routed * (ways * inner + model.hidden), own),
+        Operation("experts.combine", (*exchanged, moved), (*exchanged, moved), module=of_experts, source=of_experts),
         *shared,
         shard.residual_add("experts.residual"),
     ]
@@ -238,8 +285,10 @@ def experts(shard: Shard) -> list[Operation]:
 def _expert_products(shard: Shard, name: str, own: float, routed: float, outputs: float, inputs: float) -> Operation:
     """One matrix product an expert, of its part of the ``routed`` tokens, with a bias for each output."""
     m, narrow = routed / own, shard.run.quantization
+    each = 1 if shard.run.fused_experts else own
+    casts = each if narrow is None or narrow.by_expert else min(each, 2)
     made, of_input, of_weight = (
-        Gemm(*sizes, own, narrow is not None)
+        Gemm(*sizes, own, narrow is not None, each)
         for sizes in ((m, outputs, inputs), (m, inputs, outputs), (inputs, outputs, m))
     )
     t = shard.run.expert_ways
@@ -247,9 +296,36 @@ def _expert_products(shard: Shard, name: str, own: float, routed: float, outputs
     collected = (half,) if t > 1 else ()
     return Operation(
         name,
-        (*shard.casts(routed * inputs, narrow), made, *collected),
-        (*shard.casts(routed * outputs, narrow), of_input, *collected),
+        (*shard.casts(routed * inputs, narrow, times=casts), made, *collected),
+        (*shard.casts(routed * outputs, narrow, times=casts), of_input, *collected),
         (of_weight,),
         Parameters(0, own * (outputs * inputs + (outputs if shard.model.biases else 0))),
         saved_bytes=shard.run.operand_bytes(made.quantized) * routed * inputs,
+        module="moe",
     )
+
+
+#: Bytes an element that biases and a clamped gate of experts move forward: by kernels of each expert, or one. Set on
+#: the three iterations of GPT-OSS among `benchmarks/published/recipes.yaml`.
+_BIASED: Final = (50.0, 15.0)
+
+
+def _expert_biases(shard: Shard, elements: float, own: float) -> list[Operation]:
+    """Return the biases of experts, where they have some, which no product's kernel adds."""
+    if not (shard.model.biases and shard.model.gated):
+        return []
+    fused = shard.run.fused_experts
+    nbytes, kernels = _BIASED[fused] * elements, 2 if fused else 6 * own
+    return [Operation("experts.biases", (Moved(nbytes, kernels),), (Moved(2 * nbytes, kernels),), module="moe")]
+
+
+def _expert_activation(shard: Shard, elements: float, ways: int) -> Operation:
+    """`_activation`, of which fused products have half in their own kernels."""
+    found = replace(_activation(shard, "experts.activation", elements, ways), module="moe_act", source="moe")
+    if not shard.run.fused_experts:
+        return found
+    forward, backward = (
+        tuple(work._replace(nbytes=work.nbytes / 2) if isinstance(work, Moved) else work for work in works)
+        for works in (found.forward, found.backward)
+    )
+    return replace(found, forward=forward, backward=backward)

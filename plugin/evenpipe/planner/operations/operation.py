@@ -8,10 +8,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.quantized import Quantization
-from evenpipe.planner.run import Run
+from evenpipe.planner.run import Graph, Module, Run
 
 __all__ = [
     "Collective",
+    "Dispatch",
     "FusedAttention",
     "Gemm",
     "Group",
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 #: Over which ranks a collective goes.
-Group = Literal["tensor", "expert", "context"]
+Group = Literal["tensor", "context"]
 
 
 class Gemm(NamedTuple):
@@ -37,6 +38,7 @@ class Gemm(NamedTuple):
     k: float
     batch: float = 1
     quantized: bool = False
+    kernels: float = 1
 
     @property
     def flops(self) -> float:
@@ -57,7 +59,7 @@ class Moved(NamedTuple):
     """
 
     nbytes: float
-    kernels: int = 1
+    kernels: float = 1
     unfused: bool = False
     transposing: float = 0.0
 
@@ -74,7 +76,18 @@ class Collective(NamedTuple):
     cut: bool = False
 
 
-Work: TypeAlias = Gemm | FusedAttention | Moved | Collective
+class Dispatch(NamedTuple):
+    """Copies of a rank's tokens to their experts' ranks, or back: ``nbytes`` of one copy of all of them.
+
+    chosen: experts of each token; nodes: among how many nodes these are at most, if that is limited.
+    """
+
+    nbytes: float
+    chosen: int
+    nodes: int | None = None
+
+
+Work: TypeAlias = Gemm | FusedAttention | Moved | Collective | Dispatch
 
 
 class Parameters(NamedTuple):
@@ -100,8 +113,8 @@ class Operation:
     """Works of one GPU. ``name``: a module of Megatron's, behind a dot one of its operations.
 
     ``weight_gradient``: the works of the backward that nobody waits for. ``saved_bytes``: kept from forward to
-    backward; ``scratch_bytes``: taken while its backward runs; ``core``: of attention, which selective recomputation
-    carries out again.
+    backward; ``scratch_bytes``: taken while its backward runs. ``module``: whose recomputation carries it out again;
+    ``source``: whose recomputation gives what it keeps. ``graph``: which CUDA graph it is in, if these are made.
     """
 
     name: str
@@ -111,14 +124,18 @@ class Operation:
     parameters: Parameters = field(default=Parameters())
     saved_bytes: float = 0
     scratch_bytes: float = 0
-    core: bool = False
+    module: Module | None = None
+    source: Module | None = None
+    graph: Graph | None = None
 
     def left_bytes(self, run: Run) -> float:
         """Return what the input gradient leaves for the weight gradient: the input, and the output's gradient."""
         products = [work for work in self.weight_gradient if isinstance(work, Gemm)]
         if not products:
             return 0
-        return self.saved_bytes + sum(run.operand_bytes(work.quantized) * work.batch * work.k * work.n for work in products)
+        return self.saved_bytes + sum(
+            run.operand_bytes(work.quantized) * work.batch * work.k * work.n for work in products
+        )
 
 
 def summed(parameters: Iterable[Parameters]) -> Parameters:
@@ -193,13 +210,15 @@ class Shard:
             saved_bytes=self.run.operand_bytes(made.quantized) * kept,
         )
 
-    def casts(self, elements: float, narrow: Quantization | None, behind_norm: bool = False) -> tuple[Moved, ...]:
-        """Return what quantizes so many elements, for the product and for the backward."""
+    def casts(
+        self, elements: float, narrow: Quantization | None, behind_norm: bool = False, times: float = 1
+    ) -> tuple[Moved, ...]:
+        """Return what quantizes so many elements, for the product and for the backward; ``times``: in as many parts."""
         if narrow is None:
             return ()
         fused = narrow.behind_norm_bytes if behind_norm else None
         nbytes = narrow.cast_bytes if fused is None else fused
-        return (Moved(nbytes * elements, narrow.kernels, transposing=narrow.transposing_bytes * elements),)
+        return (Moved(nbytes * elements, times * narrow.kernels, transposing=narrow.transposing_bytes * elements),)
 
     def collectives(
         self,
@@ -258,7 +277,11 @@ class Shard:
         return Operation(name, (Moved(2 * e * n),), (Moved(4 * e * n, 2),), (), Parameters(numbers * width), kept)
 
     def residual_add(self, name: str) -> Operation:
-        """Bias, dropout and the residual: input and residual are read, the sum and the dropout's mask written."""
+        """Bias, dropout and the residual: input and residual are read, the sum and the dropout's mask written.
+
+        Without bias and dropout both take the sum's gradient as it is.
+        """
         n, e, mask = self.residual, self.run.element_bytes, int(self.model.dropout)
         moved = Moved((3 * e + mask) * n)
-        return Operation(name, (moved,), (moved, Moved(3 * e * n)), saved_bytes=mask * n)
+        back = (moved, Moved(3 * e * n)) if self.model.dropout or self.model.biases else ()
+        return Operation(name, (moved,), back, saved_bytes=mask * n)

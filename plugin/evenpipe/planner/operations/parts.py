@@ -103,11 +103,13 @@ class Blocks:
         """Return the block's operations that run again before its backward, and the bytes that it keeps until then."""
         operations = self.operations[block]
         if self.run.recompute == "full" and block in _RECOMPUTED:
-            kept = self.run.element_bytes * self._shard.residual
-            return Recomputed(operations, kept)
-        selective = self.run.recompute == "selective"
-        again = [one for one in operations if one.core and selective]
-        return Recomputed(again, sum(one.saved_bytes for one in operations if not (one.core and selective)))
+            return Recomputed(operations, self.run.element_bytes * self._shard.residual, operations)
+        again = self.run.again
+        return Recomputed(
+            [one for one in operations if one.module in again],
+            sum(one.saved_bytes for one in operations if one.source not in again),
+            [one for one in operations if one.source in again],
+        )
 
     def left_bytes(self, block: Block) -> float:
         """Return what the input gradient of the block leaves for its weight gradient, recomputed or not."""
@@ -115,10 +117,14 @@ class Blocks:
 
 
 class Recomputed(NamedTuple):
-    """``operations``: carried out again; ``kept_bytes``: of the block, from its forward to its backward."""
+    """``operations``: carried out again; ``kept_bytes``: of the block, from its forward to its backward.
+
+    regained: whose bytes are not kept, and there again before its backward.
+    """
 
     operations: list[Operation]
     kept_bytes: float
+    regained: list[Operation]
 
 
 _OF_A_TOKEN = 17  # the loss keeps its label, whether that is another rank's, and its weight and loss in fp32
