@@ -52,7 +52,14 @@ def rows() -> dict[str, list[dict[str, Any]]]:
 def iterations(kind: str = "dense") -> Iterator[Published]:
     """Each row of a kind."""
     for row in rows()[kind]:
-        of, where = model(row["model"] if row["model"][0] in "ldn" and row["model"][:2] != "gr" else f"/tmp/moe.yaml:{row['model']}"), cluster(row["cluster"])
+        of, where = (
+            model(
+                row["model"]
+                if row["model"][0] in "ldn" and row["model"][:2] != "gr"
+                else f"/tmp/moe.yaml:{row['model']}"
+            ),
+            cluster(row["cluster"]),
+        )
         said = {"sequence": row.get("s"), "mtp_layers": row.get("mtp")}
         of = of.model_copy(update={key: value for key, value in said.items() if value is not None})
         t, p, c, v, b = (row.get(key, 1) for key in "tpcvb")

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.values import duration_ms, positive, sample_count
+from evenpipe.planner.arguments import Values
 from evenpipe.planner.descriptions import (
     Cluster,
     DescriptionError,
@@ -26,6 +27,7 @@ from evenpipe.planner.descriptions import (
     names,
 )
 from evenpipe.planner.estimate import Estimate, Estimator
+from evenpipe.planner.features import add_features, features_of
 from evenpipe.planner.run import Attention, EstimateError, Placement, Recompute, Run
 from evenpipe.settings.spelling import in_flags
 
@@ -135,6 +137,9 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--data-parallel", "--data", type=positive, metavar="D", help="default: what fills the cluster")
     group.add_argument("--context-parallel", "--context", type=positive, default=1, metavar="C")
     group.add_argument("--expert-parallel", "--expert", type=positive, default=1, metavar="E")
+    group.add_argument(
+        "--expert-tensor-parallel", "--expert-tensor", type=positive, metavar="T", help="default: tensor"
+    )
     group.add_argument("--chunks", type=positive, default=1, metavar="V", help="model chunks a stage")
     group.add_argument("--layout", type=_layout, metavar="N,N,..", help="layers of each part, in the model's order")
     group.add_argument("--micro-batch-size", "--micro-batch", type=positive, default=1, metavar="B")
@@ -159,6 +164,7 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--attention", choices=get_args(Attention))
     for option, said in _SWITCHES.items():
         group.add_argument(f"--{option}", action=BooleanOptionalAction, default=None, help=said)
+    add_features(parser.add_argument_group("narrow products, ways to experts, graphs", "as Megatron's flags"))
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.set_defaults(run=_run)
@@ -228,5 +234,7 @@ def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
         placement=arguments.placement,
         precision=arguments.precision,
         attention=arguments.attention,
+        expert_tensor=arguments.expert_tensor_parallel,
         **switches,
+        **features_of(Values(arguments)),
     )

@@ -16,8 +16,10 @@ from evenpipe.cli.estimate import add_what_and_where, framework_named, known_nam
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.values import output_file, picture_file, positive, sample_count, write
 from evenpipe.deepspeed.section import OFFERS
+from evenpipe.planner.arguments import Values
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Framework, Model, Precision
 from evenpipe.planner.estimate import framework_of
+from evenpipe.planner.features import add_features, features_of
 from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Attention, EstimateError, Run
 from evenpipe.planner.search.plan import Plan, PlannedRun, brief, plan_of
 from evenpipe.planner.search.question import Engine, Question, weighed
@@ -63,6 +65,7 @@ def add_search_options(parser: ArgumentParser, title: str, description: str | No
     group.add_argument("--micro-batch-size", "--micro-batch", type=positive, metavar="B")
     group.add_argument("--precision", choices=get_args(Precision))
     group.add_argument("--attention", choices=get_args(Attention))
+    add_features(parser.add_argument_group("narrow products, ways to experts, graphs", "as Megatron's flags"))
     return group
 
 
@@ -87,7 +90,12 @@ def question_from(
         engine_of(started_by or named),
         schedules,
         named,
-        Run(global_batch=1, precision=arguments.precision, attention=arguments.attention),
+        Run(
+            global_batch=1,
+            precision=arguments.precision,
+            attention=arguments.attention,
+            **features_of(Values(arguments)),
+        ),
         arguments.bpipe,
         arguments.delayed or bool(arguments.schedules),
         arguments.tensor_parallel,

@@ -40,11 +40,7 @@ _MEGATRON: Final = {
     "--schedule": "--evenpipe-schedule",
 }
 _FLAG: Final = re.compile("|".join(rf"{re.escape(ours)}(?![\w-])" for ours in _MEGATRON))
-_UNREAD: Final = (
-    *("fp8", "fp4", "cpu_offloading", "optimizer_cpu_offload", "use_precision_aware_optimizer"),
-    *("use_megatron_fsdp", "use_torch_fsdp2"),
-)
-_CORE: Final = "core_attn"
+_UNREAD: Final = (*("cpu_offloading", "optimizer_cpu_offload", "use_megatron_fsdp", "use_torch_fsdp2"),)
 _SIZES: Final = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
 
 
@@ -101,9 +97,8 @@ def _unread(args: Namespace) -> list[str]:
     found = [f"--{name.replace('_', '-')}" for name in _UNREAD if getattr(args, name, None)]
     if getattr(args, "optimizer", "adam") != "adam":
         found.append(f"--optimizer {args.optimizer}")
-    modules = getattr(args, "recompute_modules", None) or [_CORE]
-    if getattr(args, "recompute_granularity", None) == "selective" and modules != [_CORE]:
-        found.append(f"--recompute-modules {' '.join(modules)}")
+    if getattr(args, "fp8_recipe", None) == "custom":
+        found.append("--fp8-recipe custom")
     return found
 
 

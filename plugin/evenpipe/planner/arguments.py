@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
 from evenpipe.planner.descriptions import Model, described
+from evenpipe.planner.features import add_features, features_of
 from evenpipe.planner.run import Attention, Run
 
 __all__ = [
@@ -125,6 +126,7 @@ _WHOLE: Final = (
     *("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage", "tensor-model-parallel-size"),
     *("context-parallel-size", "expert-model-parallel-size", "expert-tensor-parallel-size", "recompute-num-layers"),
     *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
+    *("moe-router-num-groups", "moe-router-group-topk"),
     *("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"),
 )
 _SWITCHES: Final = (
@@ -135,13 +137,14 @@ _SWITCHES: Final = (
     *("use-rotary-position-embeddings", "use-mcore-models", "no-masked-softmax-fusion", "no-rope-fusion"),
     *("no-gradient-accumulation-fusion", "no-bias-swiglu-fusion", "attention-softmax-in-fp32", "log-throughput"),
     *("override-opt_param-scheduler", "override-opt-param-scheduler"),
+    *("grad-reduce-in-bf16", "use-precision-aware-optimizer"),
     *("multi-latent-attention", "accumulate-allreduce-grads-in-fp32", "use-tp-pp-dp-mapping", "legacy-tokenizer"),
 )
 _WORDS: Final = (
     *("moe-layer-freq", "pipeline-model-parallel-layout", "position-embedding-type", "normalization"),
     *("recompute-granularity", "recompute-method", "tokenizer-type", "transformer-impl", "attention-backend"),
     *("lr-decay-style", "data-path", "split", "tokenizer-model", "vocab-file", "merge-file", "save", "load"),
-    *("moe-router-load-balancing-type", "moe-token-dispatcher-type", "distributed-backend", "ckpt-format"),
+    *("moe-router-load-balancing-type", "distributed-backend", "ckpt-format"),
     "evenpipe-schedule",
 )
 _NUMBERS: Final = (
@@ -169,6 +172,7 @@ def parse_flags(flags: Sequence[str]) -> tuple[Namespace, list[str]]:
     for name in _SWITCHES:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--disable-bias-linear", action="store_false", dest="add_bias_linear")
+    add_features(parser)
     found, unknown = parser.parse_known_args(flags)
     if (frequency := getattr(found, "moe_layer_freq", "")).isdigit():
         found.moe_layer_freq = int(frequency)
@@ -231,6 +235,8 @@ def _experts(value: Values) -> dict[str, Any]:
         "chosen": value("moe_router_topk", 2),
         "ffn": value("moe_ffn_hidden_size", value.ffn),
         "shared_ffn": value("moe_shared_expert_intermediate_size", 0),
+        "groups": value("moe_router_num_groups", 1),
+        "chosen_groups": value("moe_router_group_topk", 1),
         "layers": layers,
     }
 
@@ -268,8 +274,9 @@ def run_of(args: Namespace, pipelined: Pipelined, layout: Sequence[Sequence[str]
     waits = () if ours else ("1f1b",) if value("overlap_p2p_comm", False) else ("1f1b", "interleaved")
     further = [n for n, kinds in enumerate(layout or ()) if "mtp" in kinds]
     precision: Any = value.precision
-    # `validate_args` has bf16 gradients accumulated in fp32, whatever the flag says.
-    in_fp32 = value("accumulate_allreduce_grads_in_fp32", False) or precision != "fp16"
+    # `validate_args` has bf16 gradients accumulated in fp32 unless it is told to reduce them in bf16.
+    half = precision == "fp16" or value("grad_reduce_in_bf16", False)
+    in_fp32 = value("accumulate_allreduce_grads_in_fp32", False) or not half
     recompute: Any = value.recompute or "none"
     return Run(
         global_batch=value.needed("global_batch_size"),
@@ -301,6 +308,7 @@ def run_of(args: Namespace, pipelined: Pipelined, layout: Sequence[Sequence[str]
         fused_softmax=bool(value("masked_softmax_fusion", True)),
         blocking=waits,
         placement="pipeline" if value("use_tp_pp_dp_mapping", False) else "replicas",
+        **features_of(value),
     )
 
 

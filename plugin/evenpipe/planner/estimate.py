@@ -106,7 +106,8 @@ class StageEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """``reason``: why it does not fit and what to change, or None. ``mfu``: a fraction of the devices' rate.
+    """``reason``: why it does not fit and what to change, or None. ``mfu``: a fraction of the devices' rate,
+    in FP8 or FP4 where products of linear layers are.
 
     ``run`` has the framework's defaults filled in.
     """
@@ -197,7 +198,7 @@ class Estimator:
         stages = tuple(
             StageEstimate(nbytes, *ms, sum(wire)) for nbytes, ms, wire in zip(held, own, evictions, strict=True)
         )
-        flops = self.cluster.device.tflops[run.precision or "fp16"] * 1e12 * run.gpus
+        flops = self.cluster.device.tflops[run.rate] * 1e12 * run.gpus
         return Estimate(
             fits=all(stage.bytes.total <= self.cluster.device.memory_gib * 2**30 for stage in stages),
             reason=reason_of(held, self.cluster.device, run),

@@ -101,7 +101,7 @@ class Run:
     overlap_experts: bool = False
     fused_experts: bool = False
     graphs: tuple[Graph, ...] = ()
-    moment_bytes: int = 4
+    moment_bytes: float = 4
     expert_tensor: int | None = None
     recomputed_layers: int | None = None
     further_part: int | None = None

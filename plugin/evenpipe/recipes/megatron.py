@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from evenpipe.planner.arguments import FlagError, Pipelined, model_of, parse_flags, run_of
 from evenpipe.planner.descriptions import Model
+from evenpipe.planner.features import flags_of
 from evenpipe.planner.run import Run
 from evenpipe.recipes.recipe import Recipe, series
 from evenpipe.recipes.rendering import Flag, Group, Line, Variable, lines
@@ -149,7 +150,9 @@ def _memory(run: Run) -> tuple[Line, ...]:
         [
             [run.precision == "bf16" and Flag("bf16"), run.precision == "fp16" and Flag("fp16")],
             [run.precision == "fp16" and run.gradients_in_fp32 and Flag("accumulate-allreduce-grads-in-fp32")],
+            [run.precision == "bf16" and not run.gradients_in_fp32 and Flag("grad-reduce-in-bf16")],
             [run.attention == "unfused" and Flag("attention-backend", "unfused")],
+            *([Flag(name.removeprefix("--"), tuple(values) or None)] for name, *values in flags_of(run)),
             [run.recompute != "none" and Flag("recompute-granularity", run.recompute)],
             [
                 full and Flag("recompute-method", "block" if block else "uniform"),
@@ -290,7 +293,7 @@ def _completed(args: Namespace, model: Model, gpus: int) -> list[list[str]] | No
             f"{ways} GPUs, into which {gpus} do not divide: change one of them, or the nodes"
         )
     args.data_parallel_size = gpus // ways
-    if getattr(args, "bf16", False):
+    if getattr(args, "bf16", False) and not getattr(args, "grad_reduce_in_bf16", False):
         args.accumulate_allreduce_grads_in_fp32 = True
     if tensor == 1:
         args.sequence_parallel = False

@@ -12,9 +12,11 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from evenpipe.planner.arguments import Values, parse_flags
 from evenpipe.planner.descriptions import Cluster, Model
 from evenpipe.planner.descriptions import framework as described_framework
 from evenpipe.planner.estimate import Estimate, Estimator
+from evenpipe.planner.features import features_of
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.plan import Plan, PlannedRun
 
@@ -306,5 +308,6 @@ def run_of_plan(one: PlannedRun) -> Run:
         group_size=one.group_size,
         layout=one.layout,
         placement=one.placement,
+        **features_of(Values(parse_flags(words)[0])),
         **asked,
     )

@@ -28,11 +28,11 @@ class Variable(NamedTuple):
     name: str
 
 
-Value: TypeAlias = "int | float | str | Variable | None"
+Value: TypeAlias = "int | float | str | tuple[str, ...] | Variable | None"
 
 
 class Flag(NamedTuple):
-    """`--name value`; without a value, a switch."""
+    """`--name value`, or several values; without one, a switch."""
 
     name: str
     value: Value = None
@@ -42,8 +42,10 @@ class Flag(NamedTuple):
             return f"--{self.name}"
         if isinstance(self.value, Variable):
             return f'--{self.name}="${self.value.name}"'
-        text = f"{self.value:g}" if isinstance(self.value, float) else str(self.value)
-        return f"--{self.name} {word(text)}"
+        values = self.value if isinstance(self.value, tuple) else (self.value,)
+        return " ".join(
+            [f"--{self.name}", *(word(f"{one:g}" if isinstance(one, float) else str(one)) for one in values)]
+        )
 
 
 Line: TypeAlias = Sequence[Flag]

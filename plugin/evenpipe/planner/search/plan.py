@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from evenpipe.planner.features import flags_of
 from evenpipe.planner.run import Placement, Recompute, Run
 from evenpipe.planner.search.candidates import Family, families_of
 from evenpipe.planner.search.question import Question
@@ -242,4 +243,5 @@ def _flags(run: Run, asked: Run) -> list[str]:
         words.append(f"--layout {','.join(map(str, run.layout))}")
     words += [f"--precision {asked.precision}"] * (asked.precision is not None)
     words += [f"--attention {asked.attention}"] * (asked.attention is not None)
+    words += [" ".join(flag) for flag in flags_of(run)]
     return words + ["--placement pipeline"] * (run.placement == "pipeline")

@@ -1,0 +1,105 @@
+"""What a run has beside parallelism, in Megatron's flags: narrow products, ways to experts, CUDA graphs, modules."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, _ArgumentGroup
+from collections.abc import Callable, Iterable
+from typing import Any, Final, get_args
+
+from evenpipe.planner.run import Graph, Module, Run
+
+__all__ = ["add_features", "features_of", "flags_of"]
+
+#: Fields of Run that a switch sets: what they mean is at Run.
+_SWITCHES: Final = {
+    "quantized_parameters": "fp8-param-gather",
+    "quantized_attention": "fp8-dot-product-attention",
+    "user_buffers": "tp-comm-overlap",
+    "overlap_experts": "overlap-moe-expert-parallel-comm",
+    "fused_experts": "use-transformer-engine-op-fuser",
+}
+_CHOICES: Final = {
+    "fp8-format": ("e4m3", "hybrid"),
+    "fp8-recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),
+    "fp4-format": ("e2m1",),
+    "fp4-recipe": ("nvfp4",),
+    "moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
+    "moe-flex-dispatcher-backend": ("deepep", "hybridep"),
+    "cuda-graph-impl": ("none", "local", "transformer_engine"),
+    "exp-avg-dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
+}
+_LISTS: Final = {"recompute-modules": get_args(Module), "cuda-graph-scope": get_args(Graph)}
+_BYTES: Final = {"fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1, "uint8": 1}
+_FULL: Final = "full_iteration"
+#: What a graph of whole layers has in it.
+_LAYER: Final[tuple[Graph, ...]] = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
+
+
+def add_features(group: ArgumentParser | _ArgumentGroup) -> None:
+    """Add them as options; those that are not given are None, or no attributes where the parser suppresses these."""
+    for option in _SWITCHES.values():
+        group.add_argument(f"--{option}", action="store_const", const=True)
+    for option, choices in _CHOICES.items():
+        group.add_argument(f"--{option}", choices=choices)
+    for option, choices in _LISTS.items():
+        group.add_argument(f"--{option}", nargs="+", choices=choices, metavar="NAME", help=" | ".join(choices))
+
+
+def features_of(value: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return fields of Run. ``value``: gives an argument as Megatron's parser or this one has it, or a default."""
+    found: dict[str, Any] = {field: bool(value(option.replace("-", "_"), False)) for field, option in _SWITCHES.items()}
+    found["quantized"] = _quantized(value)
+    found["dispatcher"] = "alltoall"
+    if value("moe_token_dispatcher_type", "alltoall") == "flex":
+        found["dispatcher"] = value("moe_flex_dispatcher_backend", "deepep")
+    found["graphs"] = _graphs(value)
+    moments = [str(value(f"{name}_dtype", "")).removeprefix("torch.") for name in ("exp_avg", "exp_avg_sq")]
+    found["moment_bytes"] = sum(_BYTES.get(name, 4) for name in moments) / len(moments)
+    modules = tuple(name for name in value("recompute_modules", None) or () if name in get_args(Module))
+    return found | ({"recomputed_modules": modules} if modules else {})
+
+
+def _quantized(value: Callable[[str, Any], Any]) -> str | None:
+    """The format's argument is `fp8` in Megatron, whose flag is --fp8-format."""
+    if value("fp4", None) or value("fp4_format", None):
+        return "nvfp4"
+    recipe = value("fp8_recipe", "delayed") if value("fp8", None) or value("fp8_format", None) else None
+    return None if recipe is None else str(getattr(recipe, "value", recipe))
+
+
+def _graphs(value: Callable[[str, Any], Any]) -> tuple[str, ...]:
+    """Without a scope whole layers are in graphs; older releases have switches of that."""
+    older = value("enable_cuda_graph", False) or value("external_cuda_graph", False)
+    if value("cuda_graph_impl", "none") == "none":
+        return _LAYER if older else ()
+    scope = value("cuda_graph_scope", ())
+    names = [str(getattr(one, "name", one)) for one in ([scope] if isinstance(scope, str) else scope)]
+    return tuple(name for name in names if name in get_args(Graph)) if names and "full" not in names else _LAYER
+
+
+def flags_of(run: Run) -> list[tuple[str, ...]]:
+    """Return the flags, each with its values, that ask Megatron for them: what `features_of` reads."""
+    return [(f"--{option}", *map(str, values)) for option, values in _asked(run)]
+
+
+def _asked(run: Run) -> Iterable[tuple[str, tuple[Any, ...]]]:
+    if run.quantized == "nvfp4":
+        yield "fp4-format", ("e2m1",)
+    elif run.quantized is not None:
+        yield "fp8-format", ("hybrid",)
+        yield "fp8-recipe", (run.quantized,)
+    yield from ((option, ()) for field, option in _SWITCHES.items() if getattr(run, field))
+    if run.recompute == "selective" and run.recomputed_modules != Run.recomputed_modules:
+        yield "recompute-modules", run.recomputed_modules
+    if run.dispatcher != "alltoall":
+        yield "moe-token-dispatcher-type", ("flex",)
+        yield "moe-flex-dispatcher-backend", (run.dispatcher,)
+    if run.graphs:
+        yield "cuda-graph-impl", ("local" if _FULL in run.graphs else "transformer_engine",)
+        yield "cuda-graph-scope", run.graphs
+    if run.moment_bytes < 4:
+        yield "use-precision-aware-optimizer", ()
+        name = {2: "bf16", 1: "fp8"}[round(run.moment_bytes)]
+        yield "exp-avg-dtype", (name,)
+        yield "exp-avg-sq-dtype", (name,)
