@@ -46,9 +46,18 @@ def test_a_plan_is_carried_out_as_it_is(tmp_path, capsys):
     assert "--fp16" in script, "precision that was asked of the plan"
     other = [*SMALL[:2], "--cluster", "2x8-v100-16gb", *MEGATRON]
     assert "is for --cluster 1x8-v100-16gb" in refused(capsys, "gpt", *other, "--plan", plan, "--out", tmp_path / "b")
+    shorter = [*SMALL[:4], "--seq-length", 256, *MEGATRON]
+    assert "is for --seq-length 512, not 256" in refused(
+        capsys, "gpt", *shorter, "--plan", plan, "--out", tmp_path / "b"
+    )
     assert "--stages: the plan says it" in refused(
         capsys, "gpt", *SMALL[:4], *MEGATRON, "--plan", plan, "--stages", 2, "--out", tmp_path / "b"
     )
+
+
+def test_another_sequence_is_in_the_script(tmp_path, capsys):
+    main(["recipe", "gpt", *SMALL, "--seq-length", "256", *FEW, *MEGATRON, "--out", str(tmp_path / "out")])
+    assert "--seq-length 256 --max-position-embeddings 256" in (tmp_path / "out" / "train.sh").read_text()
 
 
 def test_nothing_is_written_over_without_force(tmp_path, capsys):

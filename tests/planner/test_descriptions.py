@@ -67,6 +67,15 @@ def test_models_have_the_parameters_that_they_are_known_for(name: str, billions:
     assert count / 1e9 == pytest.approx(billions, rel=0.03)
 
 
+@given(st.sampled_from(names("models")), st.integers(1, 2**20))
+def test_another_sequence_has_the_positions_that_it_needs(name: str, tokens: int) -> None:
+    of = model(name).model_copy(update={"max_positions": 1024})
+    longer = of.of_sequence(tokens)
+    assert (longer.sequence, longer.max_positions) == (tokens, max(1024, tokens))
+    assert model(name).of_sequence(tokens).max_positions in (0, max(model(name).max_positions, tokens))
+    assert longer.of_sequence(of.sequence).model_copy(update={"max_positions": 1024}) == of
+
+
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(DescriptionError, match=r"gpt3-69b: unknown among models, did you mean gpt3-96b\?"):
         model("gpt3-69b")

@@ -29,15 +29,28 @@ from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import Attention, EstimateError, Placement, Recompute, Run
 from evenpipe.settings.spelling import in_flags
 
-__all__ = ["MODEL_HELP", "add_to", "add_what_and_where", "framework_named", "known_names", "model_and_cluster", "show"]
+__all__ = [
+    "add_model",
+    "add_to",
+    "add_what_and_where",
+    "framework_named",
+    "known_names",
+    "model_and_cluster",
+    "show",
+    "words_of",
+]
 
-MODEL_HELP: Final = "a name, or PATH.yaml[:NAME]"
+
+def add_model(group: _ArgumentGroup, required: bool) -> None:
+    """Add the options that say which model."""
+    group.add_argument("--model", required=required, metavar="NAME", help="a name, or PATH.yaml[:NAME]")
+    group.add_argument("--seq-length", type=positive, metavar="N", help="tokens of a sequence (default: the model's)")
 
 
 def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
     """Return the options that `evenpipe estimate` and `evenpipe plan` both begin with."""
     group = parser.add_argument_group("what and where")
-    group.add_argument("--model", required=True, metavar="NAME", help=MODEL_HELP)
+    add_model(group, required=True)
     group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
     group.add_argument("--framework", metavar="NAME", help=f"{' | '.join(names('frameworks'))} (default: the model's)")
     return group
@@ -45,7 +58,17 @@ def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
 
 def model_and_cluster(arguments: Namespace) -> tuple[Model, Cluster]:
     """Return the model and the cluster that are named. Raises UsageError."""
-    return _named("--model", model, arguments.model), _named("--cluster", cluster, arguments.cluster)
+    of: Model = _named("--model", model, arguments.model)
+    if arguments.seq_length is not None:
+        of = of.of_sequence(arguments.seq_length)
+    return of, _named("--cluster", cluster, arguments.cluster)
+
+
+def words_of(arguments: Namespace) -> list[str]:
+    """Return the words of a command that name the same model, cluster and framework."""
+    given = {name: getattr(arguments, name) for name in ("model", "seq_length", "cluster", "framework")}
+    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
+    return [word for pair in pairs for word in pair]
 
 
 def framework_named(arguments: Namespace) -> Framework | None:
@@ -88,9 +111,10 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
     run = shown.run
     more = {"context": run.context, "experts": run.expert, "model chunks": run.chunks}
     further = "".join(f"{name} {size}, " for name, size in more.items() if size > 1)
+    divided = f"tensor {run.tensor}, {run.stages} stages, data {run.data}, {further}micro-batches of {run.micro_batch}"
     title = (
-        f"{of.name} on {nodes.name}: tensor {run.tensor}, {run.stages} stages, data {run.data}, {further}micro-batches "
-        f"of {run.micro_batch}, {run.schedule}{' with BPipe' if run.bpipe else ''}, recompute {run.recompute}"
+        f"{of.name} on {nodes.name}: {of.sequence:,} tokens a sample, {divided}, {run.schedule}"
+        f"{' with BPipe' if run.bpipe else ''}, recompute {run.recompute}"
     )
     console.print(title, style="bold", highlight=False)
     columns = ("weights", "grads", "optim", "saved", "buffers", "comm", "total")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evenpipe.cli.estimate import model_and_cluster
+from evenpipe.cli.estimate import add_model, model_and_cluster
 from evenpipe.cli.parser import Commands, UsageError, add_command, sentence
 from evenpipe.cli.plan import SEARCHED, add_search_options, engine_of, question_from
 from evenpipe.cli.run_estimate import in_megatron, smallest_cluster
@@ -147,7 +147,7 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument("kind", nargs="?", choices=("gpt", "bert"), help="what is trained")
     group = parser.add_argument_group("what and where")
-    group.add_argument("--model", metavar="NAME", help="a name, or PATH.yaml[:NAME] (evenpipe estimate --help)")
+    add_model(group, required=False)
     group.add_argument("--cluster", metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
     group.add_argument("--framework", choices=tuple(FRAMEWORKS))
     group.add_argument("--launcher", choices=tuple(LAUNCHERS))
@@ -230,7 +230,7 @@ def _planned(arguments: Namespace, of: Model, nodes: Cluster) -> tuple[Run, str]
         given = [f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) is not None]
         if given or not arguments.bpipe:
             raise UsageError(f"{(given or ['--no-bpipe'])[0]}: the plan says it: leave it out, or leave --plan out")
-        plan = read_plan(arguments.plan, of.name, nodes.name)
+        plan = read_plan(arguments.plan, of, nodes.name)
         return run_of_plan(plan.plans[0]), plan.framework
     if arguments.global_batch_size is None:
         raise UsageError("--global-batch-size: how many samples has an iteration? Give that, or --plan PLAN.json")

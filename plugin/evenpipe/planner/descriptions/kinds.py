@@ -223,6 +223,11 @@ class Model(Described):
             raise ValueError(f"experts.layers: has {len(self.experts.layers)} entries: give one a layer, {self.layers}")
         return self
 
+    def of_sequence(self, tokens: int) -> Model:
+        """Return the same with sequences of so many tokens, and as many learned positions, if it had fewer."""
+        positions = max(self.max_positions, tokens) if self.max_positions else 0
+        return self.model_copy(update={"sequence": tokens, "max_positions": positions})
+
     def expert_layers(self, first: int, end: int) -> int:
         """Return how many of the layers from ``first`` to before ``end`` have experts."""
         if self.experts is None:

@@ -168,6 +168,7 @@ class Plan(_Part):
 
     format: Literal["evenpipe.plan/1"] = "evenpipe.plan/1"
     model: str
+    seq_length: int
     cluster: str
     framework: str
     engine: str
@@ -183,6 +184,7 @@ def plan_of(question: Question, found: Found) -> Plan:
     """Return what a search has found, as it is written."""
     return Plan(
         model=question.model.name,
+        seq_length=question.model.sequence,
         cluster=question.cluster.name,
         framework=question.of.name,
         engine=question.engine.called,
