@@ -60,6 +60,21 @@ def test_another_sequence_is_in_the_script(tmp_path, capsys):
     assert "--seq-length 256 --max-position-embeddings 256" in (tmp_path / "out" / "train.sh").read_text()
 
 
+def test_a_configuration_of_hugging_face_is_written_and_checked(tmp_path, capsys):
+    folder = tmp_path / "Mixtral-small"
+    folder.mkdir()
+    sizes = {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1024}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    config = {"model_type": "mixtral", "vocab_size": 32000, "max_position_embeddings": 4096, **sizes, **experts}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ["--hf", str(folder), "--cluster", "1x8-h100", "--global-batch-size", "32", "--schedules", "1f1b"]
+    main(["recipe", "gpt", *words, *MEGATRON, "--out", str(tmp_path / "out")])
+    assert "--num-experts 8 --moe-router-topk 2" in (tmp_path / "out" / "train.sh").read_text()
+    capsys.readouterr()
+    main(["recipe", "--check", str(tmp_path / "out")])
+    assert "fits:" in capsys.readouterr().out
+
+
 def test_nothing_is_written_over_without_force(tmp_path, capsys):
     (tmp_path / "train.sh").write_text("mine")
     words = ["gpt", *SMALL, *FEW, *MEGATRON, "--out", str(tmp_path)]

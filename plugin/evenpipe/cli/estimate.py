@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, get_args
 
 from rich.box import SIMPLE_HEAD
@@ -16,13 +18,16 @@ from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.values import duration_ms, positive, sample_count
 from evenpipe.planner.descriptions import (
     Cluster,
+    Configured,
     DescriptionError,
     Framework,
     Model,
     Precision,
     cluster,
+    configured,
     framework,
     model,
+    model_types,
     names,
 )
 from evenpipe.planner.estimate import Estimate, Estimator
@@ -43,7 +48,9 @@ __all__ = [
 
 def add_model(group: _ArgumentGroup, required: bool) -> None:
     """Add the options that say which model."""
-    group.add_argument("--model", required=required, metavar="NAME", help="a name, or PATH.yaml[:NAME]")
+    one = group.add_mutually_exclusive_group(required=required)
+    one.add_argument("--model", metavar="NAME", help="a name, or PATH.yaml[:NAME]")
+    one.add_argument("--hf", type=Path, metavar="PATH", help="a config.json of Hugging Face's, or a folder with one")
     group.add_argument("--seq-length", type=positive, metavar="N", help="tokens of a sequence (default: the model's)")
 
 
@@ -58,15 +65,28 @@ def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
 
 def model_and_cluster(arguments: Namespace) -> tuple[Model, Cluster]:
     """Return the model and the cluster that are named. Raises UsageError."""
-    of: Model = _named("--model", model, arguments.model)
-    if arguments.seq_length is not None:
-        of = of.of_sequence(arguments.seq_length)
-    return of, _named("--cluster", cluster, arguments.cluster)
+    return _model(arguments), _named("--cluster", cluster, arguments.cluster)
+
+
+def _model(arguments: Namespace) -> Model:
+    tokens: int | None = arguments.seq_length
+    if arguments.hf is None:
+        of: Model = _named("--model", model, arguments.model)
+        return of if tokens is None else of.of_sequence(tokens)
+    found: Configured = _named("--hf", lambda path: configured(path, tokens), arguments.hf)
+    if found.left_out:
+        print(f"--hf {arguments.hf}: not in the estimate: {', '.join(found.left_out)}", file=sys.stderr)
+    if tokens is None:
+        print(
+            f"--hf {arguments.hf}: sequences of {found.model.sequence:,} tokens: --seq-length changes that",
+            file=sys.stderr,
+        )
+    return found.model
 
 
 def words_of(arguments: Namespace) -> list[str]:
     """Return the words of a command that name the same model, cluster and framework."""
-    given = {name: getattr(arguments, name) for name in ("model", "seq_length", "cluster", "framework")}
+    given = {name: getattr(arguments, name) for name in ("model", "hf", "seq_length", "cluster", "framework")}
     pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
     return [word for pair in pairs for word in pair]
 
@@ -76,7 +96,7 @@ def framework_named(arguments: Namespace) -> Framework | None:
     return _named("--framework", framework, arguments.framework) if arguments.framework else None
 
 
-def _named(option: str, find: Callable[[str], Any], name: str) -> Any:
+def _named(option: str, find: Callable[[Any], Any], name: Any) -> Any:
     try:
         return find(name)
     except DescriptionError as error:
@@ -86,7 +106,8 @@ def _named(option: str, find: Callable[[str], Any], name: str) -> Any:
 def known_names() -> str:
     """For the end of a command's help."""
     return (
-        f"Models: {', '.join(names('models'))}. Clusters: {', '.join(names('clusters'))}; with a size: 4x8-a100-80gb."
+        f"Models: {', '.join(names('models'))}. Clusters: {', '.join(names('clusters'))}; with a size: 4x8-a100-80gb. "
+        f"--hf reads a model_type of {', '.join(model_types())}."
     )
 
 

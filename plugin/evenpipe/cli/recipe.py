@@ -138,8 +138,8 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands,
         "recipe",
-        usage="evenpipe recipe gpt|bert --model NAME --cluster NAME --framework NAME --launcher NAME --out DIR "
-        "(--plan PLAN.json | --global-batch-size G) [--set KEY=VALUE ...] [--force]\n"
+        usage="evenpipe recipe gpt|bert (--model NAME | --hf PATH) --cluster NAME --framework NAME --launcher NAME "
+        "--out DIR (--plan PLAN.json | --global-batch-size G) [--set KEY=VALUE ...] [--force]\n"
         "       evenpipe recipe --check DIR [--megatron-lm PATH]\n"
         "       evenpipe recipe [--cluster NAME] --from-flags torchrun ... pretrain_gpt.py [FLAGS ...]",
         description=f"{sentence('recipe')} A README beside them says what is predicted.",
@@ -183,7 +183,9 @@ def _run(arguments: Namespace) -> int | None:
         return None
     if arguments.kind is None:
         raise UsageError("gpt or bert: which is trained? Or give --check DIR, or --from-flags and a line")
-    for option in ("model", "cluster", "framework", "launcher", "out"):
+    if arguments.model is None and arguments.hf is None:
+        raise UsageError("--model: not given: name it, or give --hf PATH (see evenpipe recipe --help)")
+    for option in ("cluster", "framework", "launcher", "out"):
         if getattr(arguments, option) is None:
             raise UsageError(f"--{option}: not given: name it (see evenpipe recipe --help)")
     _write(arguments)

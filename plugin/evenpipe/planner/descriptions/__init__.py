@@ -1,6 +1,7 @@
 """Descriptions: models, devices, clusters and frameworks, in YAML files, every constant with its source."""
 
 from evenpipe.planner.descriptions.catalog import cluster, described, device, framework, model, names, node_of
+from evenpipe.planner.descriptions.hugging_face import Configured, configured, model_types
 from evenpipe.planner.descriptions.kinds import (
     Cluster,
     DescriptionError,
@@ -14,6 +15,7 @@ from evenpipe.planner.descriptions.kinds import (
 
 __all__ = [
     "Cluster",
+    "Configured",
     "DescriptionError",
     "Device",
     "Experts",
@@ -22,10 +24,12 @@ __all__ = [
     "Model",
     "Precision",
     "cluster",
+    "configured",
     "described",
     "device",
     "framework",
     "model",
+    "model_types",
     "names",
     "node_of",
 ]
