@@ -86,7 +86,7 @@ def parameters(of: Model) -> float:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_the_parameters_that_they_are_known_for(name: str, tmp_path: Path) -> None:
     config, billions = PUBLISHED[name]
-    found = configured(written(tmp_path / name, config)).model
+    found = configured(written(tmp_path / name, config))
     assert found.name == name.split("/")[1]
     assert parameters(found) / 1e9 == pytest.approx(billions, rel=0.015)
 
@@ -109,7 +109,7 @@ def test_each_family_has_the_parameters_that_transformers_builds(kind: str, tmp_
     built = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
     with torch.device("meta"):
         count = sum(one.numel() for one in built.from_config(config).parameters())
-    found = configured(written(tmp_path, {**said, "model_type": kind})).model
+    found = configured(written(tmp_path, {**said, "model_type": kind}))
     assert parameters(found) == pytest.approx(count, rel=1e-4 if kind != "bert" else 1e-3)
 
 
@@ -134,7 +134,7 @@ def test_which_layers_have_experts_is_as_transformers_has_it(
         config.save_pretrained(folder)
         with torch.device("meta"):
             count = sum(one.numel() for one in transformers.AutoModelForCausalLM.from_config(config).parameters())
-        assert parameters(configured(folder).model) == pytest.approx(count, rel=1e-4)
+        assert parameters(configured(folder)) == pytest.approx(count, rel=1e-4)
 
 
 LLAMA = PUBLISHED["meta-llama/Meta-Llama-3-8B"][0]
@@ -142,18 +142,18 @@ LLAMA = PUBLISHED["meta-llama/Meta-Llama-3-8B"][0]
 
 def test_a_file_a_folder_and_a_snapshot_of_the_hub_s_cache_are_read_and_named(tmp_path: Path) -> None:
     folder = written(tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "b968826d", LLAMA)
-    assert configured(folder).model.name == configured(folder / "config.json").model.name == "Qwen3-8B"
+    assert configured(folder).name == configured(folder / "config.json").name == "Qwen3-8B"
     mine = tmp_path / "mine.json"
     mine.write_text(json.dumps(LLAMA))
-    assert configured(mine).model.name == "mine"
+    assert configured(mine).name == "mine"
 
 
 def test_a_sequence_is_asked_for_or_of_4096_tokens(tmp_path: Path) -> None:
     folder = written(tmp_path, LLAMA)
-    assert configured(folder).model.sequence == 4096
-    assert configured(folder, 32768).model.sequence == 32768
+    assert configured(folder).sequence == 4096
+    assert configured(folder, 32768).sequence == 32768
     short = written(tmp_path, {**LLAMA, "max_position_embeddings": 2048})
-    assert configured(short).model.sequence == 2048
+    assert configured(short).sequence == 2048
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.values import duration_ms, positive, sample_count
 from evenpipe.planner.descriptions import (
     Cluster,
-    Configured,
     DescriptionError,
     Framework,
     Model,
@@ -51,7 +49,9 @@ def add_model(group: _ArgumentGroup, required: bool) -> None:
     one = group.add_mutually_exclusive_group(required=required)
     one.add_argument("--model", metavar="NAME", help="a name, or PATH.yaml[:NAME]")
     one.add_argument("--hf", type=Path, metavar="PATH", help="a config.json of Hugging Face's, or a folder with one")
-    group.add_argument("--seq-length", type=positive, metavar="N", help="tokens of a sequence (default: the model's)")
+    group.add_argument(
+        "--seq-length", type=positive, metavar="N", help="tokens of a sequence (default: the model's, or 4,096)"
+    )
 
 
 def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
@@ -70,18 +70,10 @@ def model_and_cluster(arguments: Namespace) -> tuple[Model, Cluster]:
 
 def _model(arguments: Namespace) -> Model:
     tokens: int | None = arguments.seq_length
-    if arguments.hf is None:
-        of: Model = _named("--model", model, arguments.model)
-        return of if tokens is None else of.of_sequence(tokens)
-    found: Configured = _named("--hf", lambda path: configured(path, tokens), arguments.hf)
-    if found.left_out:
-        print(f"--hf {arguments.hf}: not in the estimate: {', '.join(found.left_out)}", file=sys.stderr)
-    if tokens is None:
-        print(
-            f"--hf {arguments.hf}: sequences of {found.model.sequence:,} tokens: --seq-length changes that",
-            file=sys.stderr,
-        )
-    return found.model
+    if arguments.hf is not None:
+        return _named("--hf", lambda path: configured(path, tokens), arguments.hf)  # type: ignore[no-any-return]
+    found: Model = _named("--model", model, arguments.model)
+    return found if tokens is None else found.of_sequence(tokens)
 
 
 def words_of(arguments: Namespace) -> list[str]:

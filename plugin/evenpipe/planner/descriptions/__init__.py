@@ -1,7 +1,7 @@
 """Descriptions: models, devices, clusters and frameworks, in YAML files, every constant with its source."""
 
 from evenpipe.planner.descriptions.catalog import cluster, described, device, framework, model, names, node_of
-from evenpipe.planner.descriptions.hugging_face import Configured, configured, model_types
+from evenpipe.planner.descriptions.hugging_face import configured, model_types
 from evenpipe.planner.descriptions.kinds import (
     Cluster,
     DescriptionError,
@@ -15,7 +15,6 @@ from evenpipe.planner.descriptions.kinds import (
 
 __all__ = [
     "Cluster",
-    "Configured",
     "DescriptionError",
     "Device",
     "Experts",

@@ -10,14 +10,7 @@ from typing import Any, Final, NamedTuple
 from evenpipe.planner.descriptions.catalog import described, nearest, read_text
 from evenpipe.planner.descriptions.kinds import DescriptionError, Model
 
-__all__ = ["Configured", "configured", "model_types"]
-
-
-class Configured(NamedTuple):
-    """``left_out``: what the configuration has and the description has not, in words."""
-
-    model: Model
-    left_out: tuple[str, ...]
+__all__ = ["configured", "model_types"]
 
 
 _FILE: Final = "config.json"
@@ -106,7 +99,7 @@ def model_types() -> list[str]:
     return list(_FAMILIES)
 
 
-def configured(path: Path, tokens: int | None = None) -> Configured:
+def configured(path: Path, tokens: int | None = None) -> Model:
     """Return the model of a configuration, or of a folder with a ``config.json``, for sequences of so many tokens.
 
     Without ``tokens`` these are 4,096, or as many as it has positions. Raises DescriptionError, one line with the file
@@ -134,9 +127,9 @@ def configured(path: Path, tokens: int | None = None) -> Configured:
         said["experts"] = _experts(config, sizes["layers"], sizes["ffn"])
     if family.latent:
         said |= _latent(config)
-    model = described(Model, _name(file), said, str(file))
-    model = model if tokens is None else model.of_sequence(tokens)
-    return Configured(model, (*family.left_out, *_left_out(config, model)))
+    found = described(Model, _name(file), said, str(file))
+    found = found if tokens is None else found.of_sequence(tokens)
+    return found.model_copy(update={"left_out": (*family.left_out, *_left_out(config, found))})
 
 
 class _Config:

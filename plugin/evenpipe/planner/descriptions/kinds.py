@@ -175,7 +175,7 @@ class Model(Described):
     layers. dropout: of embedding, attention and residuals. max_positions: rows of learned positions; ``sequence``, if
     left out. causal: each token sees those before it; without it, the head is BERT's. tied: head and embedding are one
     matrix. mtp_layers: extra layers that predict further tokens (DeepSeek-V3 §2.2). framework: what it was trained
-    with, as published.
+    with, as published. left_out: what the model has beside this, in words, which every estimate repeats.
     """
 
     layers: int = Field(ge=1)
@@ -198,6 +198,7 @@ class Model(Described):
     latent: Latent | None = None
     mtp_layers: int = Field(default=0, ge=0)
     framework: str = "megatron"
+    left_out: tuple[str, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
     def _fill_in(self) -> Self:
