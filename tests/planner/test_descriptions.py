@@ -40,6 +40,14 @@ PUBLISHED = {
     "llama3-405b": 405.9,
     "mixtral-8x7b": 46.7,
     "deepseek-v3": 671.0,
+    "qwen3-8b": 8.19,
+    "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235.0,
+    "kimi-k2": 1040.0,
+    "glm-4.5": 355.0,
+    "nemotron-4-340b": 341.0,
+    "gpt-oss-120b": 116.8,
 }
 
 

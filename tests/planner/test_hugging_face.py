@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.planner.descriptions import DescriptionError, Model, configured, model_types
+from evenpipe.planner.descriptions import DescriptionError, Model, configured, model, model_types
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import Run
 from evenpipe.planner.stage_bytes import parameters_of
@@ -37,7 +37,15 @@ QWEN3 = {"head_dim": 128, "use_sliding_window": False, "sliding_window": 4096}
 QWEN3_MOE = {**QWEN3, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
 LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 DEEPSEEK = {**LATENT, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_shared_experts": 1}
-GLM = {"n_routed_experts": 160, "moe_intermediate_size": 1536, "num_experts_per_tok": 8, "n_shared_experts": 1}
+GLM = {
+    "n_routed_experts": 160,
+    "moe_intermediate_size": 1536,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
 #: Sizes as in the config.json of each repository on huggingface.co, and 10^9 parameters as its card or report has them.
 PUBLISHED = {
     "meta-llama/Meta-Llama-3-8B": (sized("llama", 32, 4096, 32, 14336, 128256, **EIGHT), 8.03),
@@ -56,7 +64,18 @@ PUBLISHED = {
         46.7,
     ),
     "deepseek-ai/DeepSeek-V3": (
-        sized("deepseek_v3", 61, 7168, 128, 18432, 129280, **DEEPSEEK, n_routed_experts=256, first_k_dense_replace=3),
+        sized(
+            "deepseek_v3",
+            61,
+            7168,
+            128,
+            18432,
+            129280,
+            **DEEPSEEK,
+            n_routed_experts=256,
+            first_k_dense_replace=3,
+            num_nextn_predict_layers=1,
+        ),
         671,
     ),
     "moonshotai/Kimi-K2-Base": (
@@ -89,6 +108,36 @@ def test_published_models_have_the_parameters_that_they_are_known_for(name: str,
     found = configured(written(tmp_path / name, config))
     assert found.name == name.split("/")[1]
     assert parameters(found) / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("name", "described"),
+    {
+        "Meta-Llama-3-8B": "llama3-8b",
+        "Meta-Llama-3-70B": "llama3-70b",
+        "Qwen3-8B": "qwen3-8b",
+        "Qwen3-30B-A3B": "qwen3-30b-a3b",
+        "Qwen3-235B-A22B": "qwen3-235b-a22b",
+        "Mixtral-8x7B-v0.1": "mixtral-8x7b",
+        "DeepSeek-V3": "deepseek-v3",
+        "Kimi-K2-Base": "kimi-k2",
+        "GLM-4.5": "glm-4.5",
+        "Nemotron-4-340B-Base": "nemotron-4-340b",
+    }.items(),
+)
+def test_a_configuration_is_the_model_that_the_package_describes(name: str, described: str, tmp_path: Path) -> None:
+    config = next(config for repository, (config, _) in PUBLISHED.items() if repository.endswith(f"/{name}"))
+    of = model(described)
+    found = configured(written(tmp_path, config), of.sequence)
+    assert [found.expert_layers(n, n + 1) for n in range(of.layers)] == [
+        of.expert_layers(n, n + 1) for n in range(of.layers)
+    ]
+    same = {"name", "sources", "experts", "left_out"}
+    assert found.model_dump(exclude=same) == of.model_dump(exclude=same)
+    if of.experts and found.experts:
+        placed = {"layers", "dense_layers"}
+        assert found.experts.model_dump(exclude=placed) == of.experts.model_dump(exclude=placed)
+    assert set(of.left_out) == set(found.left_out)
 
 
 #: Where the configuration that transformers makes of nothing is no model.
