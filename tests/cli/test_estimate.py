@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,31 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "does not fit" in shown
     assert "stage 0 needs 81.4 GiB and has 79.3: 2.0 too few" in shown
+
+
+HF = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 8,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "vocab_size": 1024,
+    "intermediate_size": 512,
+    "max_position_embeddings": 40960,
+}
+
+
+def test_a_configuration_of_hugging_face_is_estimated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    asked = ["estimate", "--hf", str(tmp_path), "--cluster", "1x1-h100", "--global-batch-size", "8", "--json"]
+    main(asked)
+    shown = capsys.readouterr()
+    document = json.loads(shown.out)
+    assert (document["fits"], shown.err) == (True, "")
+    assert "not in the estimate: norms of queries and keys" in document["warnings"]
+    main([*asked, "--seq-length", "8192"])
+    assert json.loads(capsys.readouterr().out)["iteration_ms"] > document["iteration_ms"]
+    main([*asked[:-1], "--seq-length", "8192"])
+    assert "8,192 tokens a sample" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

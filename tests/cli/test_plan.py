@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,17 @@ def test_the_flags_are_those_of_an_estimate_of_the_same_run(capsys: pytest.Captu
     best = Plan.model_validate_json(capsys.readouterr().out).plans[0]
     main(["estimate", *ASKED[1:5], *best.flags.split()])
     assert f"MFU {best.mfu:.1%}" in capsys.readouterr().out
+
+
+def test_another_sequence_is_planned_and_told_to_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*ASKED, *FEW, "--seq-length", "1024", "--top", "1"])
+    shown = capsys.readouterr().out
+    assert "samples of 1,024 tokens" in " ".join(shown.split())
+    line = next(line for line in shown.splitlines() if line.startswith("evenpipe estimate"))
+    main(shlex.split(line)[1:])
+    again = " ".join(capsys.readouterr().out.split())
+    assert "1,024 tokens a sample" in again
+    assert re.findall(r"iteration (?:takes )?([\d,]+) ms", again) == re.findall(r"takes ([\d,]+) ms", shown)
 
 
 def test_the_table_and_the_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

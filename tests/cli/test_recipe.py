@@ -46,9 +46,33 @@ def test_a_plan_is_carried_out_as_it_is(tmp_path, capsys):
     assert "--fp16" in script, "precision that was asked of the plan"
     other = [*SMALL[:2], "--cluster", "2x8-v100-16gb", *MEGATRON]
     assert "is for --cluster 1x8-v100-16gb" in refused(capsys, "gpt", *other, "--plan", plan, "--out", tmp_path / "b")
+    shorter = [*SMALL[:4], "--seq-length", 256, *MEGATRON]
+    assert "is for --seq-length 512, not 256" in refused(
+        capsys, "gpt", *shorter, "--plan", plan, "--out", tmp_path / "b"
+    )
     assert "--stages: the plan says it" in refused(
         capsys, "gpt", *SMALL[:4], *MEGATRON, "--plan", plan, "--stages", 2, "--out", tmp_path / "b"
     )
+
+
+def test_another_sequence_is_in_the_script(tmp_path, capsys):
+    main(["recipe", "gpt", *SMALL, "--seq-length", "256", *FEW, *MEGATRON, "--out", str(tmp_path / "out")])
+    assert "--seq-length 256 --max-position-embeddings 256" in (tmp_path / "out" / "train.sh").read_text()
+
+
+def test_a_configuration_of_hugging_face_is_written_and_checked(tmp_path, capsys):
+    folder = tmp_path / "Mixtral-small"
+    folder.mkdir()
+    sizes = {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1024}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    config = {"model_type": "mixtral", "vocab_size": 32000, "max_position_embeddings": 4096, **sizes, **experts}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ["--hf", str(folder), "--cluster", "1x8-h100", "--global-batch-size", "32", "--schedules", "1f1b"]
+    main(["recipe", "gpt", *words, *MEGATRON, "--out", str(tmp_path / "out")])
+    assert "--num-experts 8 --moe-router-topk 2" in (tmp_path / "out" / "train.sh").read_text()
+    capsys.readouterr()
+    main(["recipe", "--check", str(tmp_path / "out")])
+    assert "fits:" in capsys.readouterr().out
 
 
 def test_nothing_is_written_over_without_force(tmp_path, capsys):

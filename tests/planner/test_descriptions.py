@@ -40,6 +40,14 @@ PUBLISHED = {
     "llama3-405b": 405.9,
     "mixtral-8x7b": 46.7,
     "deepseek-v3": 671.0,
+    "qwen3-8b": 8.19,
+    "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235.0,
+    "kimi-k2": 1040.0,
+    "glm-4.5": 355.0,
+    "nemotron-4-340b": 341.0,
+    "gpt-oss-120b": 116.8,
 }
 
 
@@ -65,6 +73,15 @@ def test_models_have_the_parameters_that_they_are_known_for(name: str, billions:
     run = Run(global_batch=1, precision="fp16", attention="flash")
     count = sum(parameters_of(part, Blocks(of, run)).all for part in parts_of(of, run))
     assert count / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+@given(st.sampled_from(names("models")), st.integers(1, 2**20))
+def test_another_sequence_has_the_positions_that_it_needs(name: str, tokens: int) -> None:
+    of = model(name).model_copy(update={"max_positions": 1024})
+    longer = of.of_sequence(tokens)
+    assert (longer.sequence, longer.max_positions) == (tokens, max(1024, tokens))
+    assert model(name).of_sequence(tokens).max_positions in (0, max(model(name).max_positions, tokens))
+    assert longer.of_sequence(of.sequence).model_copy(update={"max_positions": 1024}) == of
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, get_args
 
 from rich.box import SIMPLE_HEAD
@@ -22,8 +23,10 @@ from evenpipe.planner.descriptions import (
     Model,
     Precision,
     cluster,
+    configured,
     framework,
     model,
+    model_types,
     names,
 )
 from evenpipe.planner.estimate import Estimate, Estimator
@@ -31,15 +34,32 @@ from evenpipe.planner.features import add_features, features_of
 from evenpipe.planner.run import Attention, EstimateError, Placement, Recompute, Run
 from evenpipe.settings.spelling import in_flags
 
-__all__ = ["MODEL_HELP", "add_to", "add_what_and_where", "framework_named", "known_names", "model_and_cluster", "show"]
+__all__ = [
+    "add_model",
+    "add_to",
+    "add_what_and_where",
+    "framework_named",
+    "known_names",
+    "model_and_cluster",
+    "show",
+    "words_of",
+]
 
-MODEL_HELP: Final = "a name, or PATH.yaml[:NAME]"
+
+def add_model(group: _ArgumentGroup, required: bool) -> None:
+    """Add the options that say which model."""
+    one = group.add_mutually_exclusive_group(required=required)
+    one.add_argument("--model", metavar="NAME", help="a name, or PATH.yaml[:NAME]")
+    one.add_argument("--hf", type=Path, metavar="PATH", help="a config.json of Hugging Face's, or a folder with one")
+    group.add_argument(
+        "--seq-length", type=positive, metavar="N", help="tokens of a sequence (default: the model's, or 4,096)"
+    )
 
 
 def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
     """Return the options that `evenpipe estimate` and `evenpipe plan` both begin with."""
     group = parser.add_argument_group("what and where")
-    group.add_argument("--model", required=True, metavar="NAME", help=MODEL_HELP)
+    add_model(group, required=True)
     group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
     group.add_argument("--framework", metavar="NAME", help=f"{' | '.join(names('frameworks'))} (default: the model's)")
     return group
@@ -47,7 +67,22 @@ def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
 
 def model_and_cluster(arguments: Namespace) -> tuple[Model, Cluster]:
     """Return the model and the cluster that are named. Raises UsageError."""
-    return _named("--model", model, arguments.model), _named("--cluster", cluster, arguments.cluster)
+    return _model(arguments), _named("--cluster", cluster, arguments.cluster)
+
+
+def _model(arguments: Namespace) -> Model:
+    tokens: int | None = arguments.seq_length
+    if arguments.hf is not None:
+        return _named("--hf", lambda path: configured(path, tokens), arguments.hf)  # type: ignore[no-any-return]
+    found: Model = _named("--model", model, arguments.model)
+    return found if tokens is None else found.of_sequence(tokens)
+
+
+def words_of(arguments: Namespace) -> list[str]:
+    """Return the words of a command that name the same model, cluster and framework."""
+    given = {name: getattr(arguments, name) for name in ("model", "hf", "seq_length", "cluster", "framework")}
+    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
+    return [word for pair in pairs for word in pair]
 
 
 def framework_named(arguments: Namespace) -> Framework | None:
@@ -55,7 +90,7 @@ def framework_named(arguments: Namespace) -> Framework | None:
     return _named("--framework", framework, arguments.framework) if arguments.framework else None
 
 
-def _named(option: str, find: Callable[[str], Any], name: str) -> Any:
+def _named(option: str, find: Callable[[Any], Any], name: Any) -> Any:
     try:
         return find(name)
     except DescriptionError as error:
@@ -65,7 +100,8 @@ def _named(option: str, find: Callable[[str], Any], name: str) -> Any:
 def known_names() -> str:
     """For the end of a command's help."""
     return (
-        f"Models: {', '.join(names('models'))}. Clusters: {', '.join(names('clusters'))}; with a size: 4x8-a100-80gb."
+        f"Models: {', '.join(names('models'))}. Clusters: {', '.join(names('clusters'))}; with a size: 4x8-a100-80gb. "
+        f"--hf reads a model_type of {', '.join(model_types())}."
     )
 
 
@@ -90,9 +126,10 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
     run = shown.run
     more = {"context": run.context, "experts": run.expert, "model chunks": run.chunks}
     further = "".join(f"{name} {size}, " for name, size in more.items() if size > 1)
+    divided = f"tensor {run.tensor}, {run.stages} stages, data {run.data}, {further}micro-batches of {run.micro_batch}"
     title = (
-        f"{of.name} on {nodes.name}: tensor {run.tensor}, {run.stages} stages, data {run.data}, {further}micro-batches "
-        f"of {run.micro_batch}, {run.schedule}{' with BPipe' if run.bpipe else ''}, recompute {run.recompute}"
+        f"{of.name} on {nodes.name}: {of.sequence:,} tokens a sample, {divided}, {run.schedule}"
+        f"{' with BPipe' if run.bpipe else ''}, recompute {run.recompute}"
     )
     console.print(title, style="bold", highlight=False)
     columns = ("weights", "grads", "optim", "saved", "buffers", "comm", "total")

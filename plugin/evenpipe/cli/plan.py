@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.estimate import add_what_and_where, framework_named, known_names, model_and_cluster
+from evenpipe.cli.estimate import add_what_and_where, framework_named, known_names, model_and_cluster, words_of
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.values import output_file, picture_file, positive, sample_count, write
 from evenpipe.deepspeed.section import OFFERS
@@ -112,7 +112,8 @@ def show(plan: Plan, command: str) -> None:
     """Print the fastest runs, the ``command`` that says more of the first, and why others are not taken."""
     console = Console()
     console.print(
-        f"{plan.model} on {plan.cluster} with {plan.framework}, at most {plan.global_batch_size} samples an iteration",
+        f"{plan.model} on {plan.cluster} with {plan.framework}, at most {plan.global_batch_size} samples of "
+        f"{plan.seq_length:,} tokens an iteration",
         style="bold",
         highlight=False,
     )
@@ -243,9 +244,7 @@ def _run(arguments: Namespace) -> None:
     if arguments.json:
         print(document)
     else:
-        words = ["--model", arguments.model, "--cluster", arguments.cluster]
-        words += ["--framework", arguments.framework] if arguments.framework else []
-        show(plan, f"evenpipe estimate {shlex.join(words)}")
+        show(plan, f"evenpipe estimate {shlex.join(words_of(arguments))}")
 
 
 def _question(arguments: Namespace) -> Question:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evenpipe.cli.estimate import model_and_cluster
+from evenpipe.cli.estimate import add_model, model_and_cluster
 from evenpipe.cli.parser import Commands, UsageError, add_command, sentence
 from evenpipe.cli.plan import SEARCHED, add_search_options, engine_of, question_from
 from evenpipe.cli.run_estimate import in_megatron, smallest_cluster
@@ -138,8 +138,8 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands,
         "recipe",
-        usage="evenpipe recipe gpt|bert --model NAME --cluster NAME --framework NAME --launcher NAME --out DIR "
-        "(--plan PLAN.json | --global-batch-size G) [--set KEY=VALUE ...] [--force]\n"
+        usage="evenpipe recipe gpt|bert (--model NAME | --hf PATH) --cluster NAME --framework NAME --launcher NAME "
+        "--out DIR (--plan PLAN.json | --global-batch-size G) [--set KEY=VALUE ...] [--force]\n"
         "       evenpipe recipe --check DIR [--megatron-lm PATH]\n"
         "       evenpipe recipe [--cluster NAME] --from-flags torchrun ... pretrain_gpt.py [FLAGS ...]",
         description=f"{sentence('recipe')} A README beside them says what is predicted.",
@@ -147,7 +147,7 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument("kind", nargs="?", choices=("gpt", "bert"), help="what is trained")
     group = parser.add_argument_group("what and where")
-    group.add_argument("--model", metavar="NAME", help="a name, or PATH.yaml[:NAME] (evenpipe estimate --help)")
+    add_model(group, required=False)
     group.add_argument("--cluster", metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
     group.add_argument("--framework", choices=tuple(FRAMEWORKS))
     group.add_argument("--launcher", choices=tuple(LAUNCHERS))
@@ -183,7 +183,9 @@ def _run(arguments: Namespace) -> int | None:
         return None
     if arguments.kind is None:
         raise UsageError("gpt or bert: which is trained? Or give --check DIR, or --from-flags and a line")
-    for option in ("model", "cluster", "framework", "launcher", "out"):
+    if arguments.model is None and arguments.hf is None:
+        raise UsageError("--model: not given: name it, or give --hf PATH (see evenpipe recipe --help)")
+    for option in ("cluster", "framework", "launcher", "out"):
         if getattr(arguments, option) is None:
             raise UsageError(f"--{option}: not given: name it (see evenpipe recipe --help)")
     _write(arguments)
@@ -230,7 +232,7 @@ def _planned(arguments: Namespace, of: Model, nodes: Cluster) -> tuple[Run, str]
         given = [f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) is not None]
         if given or not arguments.bpipe:
             raise UsageError(f"{(given or ['--no-bpipe'])[0]}: the plan says it: leave it out, or leave --plan out")
-        plan = read_plan(arguments.plan, of.name, nodes.name)
+        plan = read_plan(arguments.plan, of, nodes.name)
         return run_of_plan(plan.plans[0]), plan.framework
     if arguments.global_batch_size is None:
         raise UsageError("--global-batch-size: how many samples has an iteration? Give that, or --plan PLAN.json")

@@ -268,8 +268,8 @@ class Recipe:
         }
 
 
-def read_plan(path: Path, model: str, cluster: str) -> Plan:
-    """For that model and cluster. Raises RecipeError, one line that names the file."""
+def read_plan(path: Path, model: Model, cluster: str) -> Plan:
+    """For that model, with its sequence, and that cluster. Raises RecipeError, one line that names the file."""
     try:
         plan = Plan.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -281,9 +281,14 @@ def read_plan(path: Path, model: str, cluster: str) -> Plan:
         raise RecipeError(f"--plan {path}: no plan that `evenpipe plan --out` wrote: {where}: {first['msg']}") from None
     if not plan.plans:
         raise RecipeError(f"--plan {path}: has no plans: plan anew, with --top 1 or more")
-    for what, of, asked in (("model", plan.model, model), ("cluster", plan.cluster, cluster)):
+    named = {
+        "model": (plan.model, model.name),
+        "seq-length": (plan.seq_length, model.sequence),
+        "cluster": (plan.cluster, cluster),
+    }
+    for what, (of, asked) in named.items():
         if of != asked:
-            raise RecipeError(f"--plan {path}: is for --{what} {of}, not {asked}: plan anew, or name that {what}")
+            raise RecipeError(f"--plan {path}: is for --{what} {of}, not {asked}: plan anew, or give that {what}")
     return plan
 
 

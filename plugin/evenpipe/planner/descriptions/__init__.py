@@ -1,6 +1,7 @@
 """Descriptions: models, devices, clusters and frameworks, in YAML files, every constant with its source."""
 
 from evenpipe.planner.descriptions.catalog import cluster, described, device, framework, model, names, node_of
+from evenpipe.planner.descriptions.hugging_face import configured, model_types
 from evenpipe.planner.descriptions.kinds import (
     Cluster,
     DescriptionError,
@@ -24,10 +25,12 @@ __all__ = [
     "Precision",
     "Rate",
     "cluster",
+    "configured",
     "described",
     "device",
     "framework",
     "model",
+    "model_types",
     "names",
     "node_of",
 ]

@@ -26,6 +26,7 @@ __all__ = [
     "nearest",
     "node_of",
     "read_file",
+    "read_text",
 ]
 
 _Kind = TypeVar("_Kind", bound=Described)
@@ -126,15 +127,20 @@ _MOST_CHARACTERS: Final = 2**22
 
 def read_file(path: Path, room: str) -> Entries:
     """Return what a user's own file describes. Raises DescriptionError."""
+    return _parsed(read_text(path, f"a YAML file of {room}"), str(path), room)
+
+
+def read_text(path: Path, wanted: str) -> str:
+    """Return the text of a user's own file, of no more than 4 MiB characters. Raises DescriptionError."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_MOST_CHARACTERS + 1)
     except (OSError, UnicodeError) as error:
         said = error.strerror if isinstance(error, OSError) else "is no text"
-        raise DescriptionError(f"{path}: {said}: name a YAML file of {room}") from None
+        raise DescriptionError(f"{path}: {said}: name {wanted}") from None
     if len(text) > _MOST_CHARACTERS:
-        raise DescriptionError(f"{path}: has more than {_MOST_CHARACTERS:,} characters: name a YAML file of {room}")
-    return _parsed(text, str(path), room)
+        raise DescriptionError(f"{path}: has more than {_MOST_CHARACTERS:,} characters: name {wanted}")
+    return text
 
 
 def _parsed(text: str, where: str, room: str) -> Entries:

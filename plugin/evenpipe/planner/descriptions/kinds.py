@@ -187,7 +187,7 @@ class Model(Described):
     layers. dropout: of embedding, attention and residuals. max_positions: rows of learned positions; ``sequence``, if
     left out. causal: each token sees those before it; without it, the head is BERT's. tied: head and embedding are one
     matrix. mtp_layers: extra layers that predict further tokens (DeepSeek-V3 §2.2). framework: what it was trained
-    with, as published.
+    with, as published. left_out: what the model has beside this, in words, which every estimate repeats.
     """
 
     layers: int = Field(ge=1)
@@ -210,6 +210,7 @@ class Model(Described):
     latent: Latent | None = None
     mtp_layers: int = Field(default=0, ge=0)
     framework: str = "megatron"
+    left_out: tuple[str, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
     def _fill_in(self) -> Self:
@@ -234,6 +235,11 @@ class Model(Described):
         if self.experts and self.experts.layers and len(self.experts.layers) != self.layers:
             raise ValueError(f"experts.layers: has {len(self.experts.layers)} entries: give one a layer, {self.layers}")
         return self
+
+    def of_sequence(self, tokens: int) -> Model:
+        """Return the same with sequences of so many tokens, and as many learned positions, if it had fewer."""
+        positions = max(self.max_positions, tokens) if self.max_positions else 0
+        return self.model_copy(update={"sequence": tokens, "max_positions": positions})
 
     def expert_layers(self, first: int, end: int) -> int:
         """Return how many of the layers from ``first`` to before ``end`` have experts."""

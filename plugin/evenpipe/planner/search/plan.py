@@ -169,6 +169,7 @@ class Plan(_Part):
 
     format: Literal["evenpipe.plan/1"] = "evenpipe.plan/1"
     model: str
+    seq_length: int
     cluster: str
     framework: str
     engine: str
@@ -184,6 +185,7 @@ def plan_of(question: Question, found: Found) -> Plan:
     """Return what a search has found, as it is written."""
     return Plan(
         model=question.model.name,
+        seq_length=question.model.sequence,
         cluster=question.cluster.name,
         framework=question.of.name,
         engine=question.engine.called,
