@@ -19,6 +19,11 @@ from published.megatron import golden_runs
 from published.pipedream import figure_8_gib as figure_8_of_2bw
 from published.pipedream import figure_11_billion, largest_micro_batch, table_1
 from published.production import longer
+from published.recipes import published
+from published.recipes_fit import CONSTANTS, classes
+from published.recipes_fit import errors as recipe_errors
+from published.recipes_fit import fitted as fitted_recipes
+from published.recipes_fit import left_out as model_left_out
 from published.tables import Row, estimators, table, taken
 from published.vtrain import iterations
 from rich.table import Table
@@ -61,6 +66,7 @@ def measures() -> dict[str, Any]:
         "megatron_tests": [one._asdict() for one in golden_runs()],
         "pipedream": _pipedream(),
         "uncertainty": _coverage(programs),
+        "recipes": _recipes(),
     }
     return found
 
@@ -151,6 +157,23 @@ def _coverage(programs: estimators) -> dict[str, Any]:
     }
 
 
+def _recipes() -> dict[str, Any]:
+    """NVIDIA's published iterations of 2025 and 2026, by constants fitted on all, or on all but a model's or source's."""
+    rows = [row for row in published() if row.seconds is not None]
+    now = np.expm1(recipe_errors(rows))
+    apart = {
+        "model": model_left_out(rows, [row.model.name for row in rows]),
+        "source": model_left_out(rows, [row.source for row in rows]),
+    }
+    each: dict[str, Any] = {}
+    for kind, of in classes(rows).items():
+        unseen_ends = apart["model"][of].max(), apart["model"][of].min()
+        each[kind] = {name: _spread(found[of]) for name, found in {"fitted": now, **apart}.items()}
+        each[kind] |= {"rows": len(of), "longer": [float(1 / (1 + end) - 1) for end in unseen_ends]}
+    memory = [[str(row), row.gib, row.allocated_gib()] for row in published() if row.gib is not None]
+    return {"classes": each, "memory": memory, "used": dict(CONSTANTS), "fitted": fitted_recipes(rows)}
+
+
 def _shown(found: dict[str, Any]) -> Table:
     shown = Table("published", "measured by", "planner", "limit")
     right = found["verdicts"]["right"]
@@ -206,6 +229,13 @@ def _shown(found: dict[str, Any]) -> Table:
         shown.add_row(interval, f"{one['of']} iterations", f"{one['inside']}", "")
     for name, (ratio, covered) in sure["production"].items():
         shown.add_row(name, "longer than estimated", f"{ratio:+.0%}{'' if covered else ', outside'}", "")
+    for kind, one in found["recipes"]["classes"].items():
+        for name in ("fitted", "model", "source"):
+            said = "constants fitted on them" if name == "fitted" else f"on those of other {name}s"
+            pair = f"{one[name]['mean']:.1%}; {one[name]['worst']:.1%}"
+            shown.add_row(f"2025 and 2026, {kind}: {one['rows']} iterations", f"{said}, mean; worst", pair, "")
+    for name, gib, estimated in found["recipes"]["memory"]:
+        shown.add_row(f"  {name}", "GiB allocated", f"{estimated:.1f} for {gib:.1f}", "")
     return shown
 
 

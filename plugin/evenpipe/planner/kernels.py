@@ -42,7 +42,8 @@ class Calibration:
     node: float = 0.90  # nccl-tests over InfiniBand: 22 to 23 of 25 GB/s
     hidden: float = 0.15  # Calculon's `processor_usage` of NVLink's collectives (Isaev et al. 2023)
     buffered: float = 0.30  # the same with user buffers, whose copies take 16 of 132 multiprocessors, and bandwidth
-    beside_experts: float = 0.66  # share of a dispatch that is hidden behind another micro-batch's compute
+    beside_experts: float = 0.704  # share of a dispatch that is hidden behind another micro-batch's compute
+    dispatch: float = 1.39e-4  # s beside its bytes, in a graph of the whole iteration
     narrow_attention: float = 1.25  # FP8 attention over bf16's, forward and backward (FlashAttention-3: 1.2 to 1.6)
     around: float = 0.85  # of a fused attention's rate that is left to one that goes around a ring, in smaller pieces
 
@@ -155,23 +156,24 @@ class Links:
             far / (network * self._cluster.node_gbps * 1e9),
         )
         whole = "full_iteration" in run.graphs
-        takes += _DISPATCH_IN_GRAPH if whole else self._latency(ranks * run.expert_ways) * 1e-6
+        takes += self._calibration.dispatch if whole else self._latency(ranks * run.expert_ways) * 1e-6
         return takes * (1 - self._calibration.beside_experts if run.overlap_experts else 1)
 
 
-#: Of a node's links and of what leaves it, the share that a dispatcher reaches. Set.
+#: Of a node's links and of what leaves it, the share that a dispatcher reaches: set, but of DeepEP over the network,
+#: whose README has 43 to 58 GB/s over links of 50; HybridEP's way is the same.
 _DISPATCHED: Final[Mapping[Dispatcher, tuple[float, float]]] = {
     "alltoall": (0.6, 0.6),
-    "deepep": (0.6, 0.8),
-    "hybridep": (0.6, 0.8),
+    "deepep": (0.6, 0.9),
+    "hybridep": (0.6, 0.9),
 }
-_DISPATCH_IN_GRAPH: Final = 1.8e-4  # s; with ``beside_experts`` fitted on iterations of `benchmarks/published`
 
 
 def _met(places: int, choices: int) -> float:
     return places * (1 - (1 - 1 / places) ** choices)
 
 
+_HEAD: Final = 128  # width of heads for which a device's attention is given
 _GRAPH_LAUNCH: Final = 1.5e-6  # s from kernel to kernel in a graph
 _OF_COLLECTIVE: Final = 2  # kernels that the host starts for one
 _OF_DISPATCH: Final = 3
@@ -215,7 +217,9 @@ class Kernels:
                 transposing = work.transposing if self._device.transposing else 0.0
                 return self.moved(work.nbytes * slow + transposing) + work.kernels * self._launch
             case FusedAttention():
-                rate = self._flops * self._device.attention[work.backward] * self._attention
+                # Narrow heads leave half of each product's width empty.
+                narrow = min(1.0, work.width / _HEAD)
+                rate = self._flops * self._device.attention[work.backward] * self._attention * narrow
                 return work.flops / rate + self._launch
             case Collective():
                 takes = self.links.collective(work.nbytes, work.group)

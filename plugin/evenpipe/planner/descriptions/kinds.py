@@ -70,7 +70,7 @@ class Device(Described):
     want both operands with the summed dimension last. elementwise: share of ``memory_gbps`` that element-wise kernels
     reach. memory_gib: what ``torch.cuda.mem_get_info`` has as total. reserve_gib: CUDA's context, libraries and NCCL's
     communicators. memory_gbps, host_gbps: 10^9 bytes/s to its own memory and, one way, to the host's. peer_gbps: to
-    other GPUs of its node, one way. launch_us: a kernel, at least; host_us: what a process takes to start one, 13.2, if
+    other GPUs of its node, one way. launch_us: a kernel, at least; host_us: what a process takes to start one, 13.6, if
     left out. attention: share of ``tflops`` that fused attention reaches forward and backward. framework: the oldest
     that is run on it, where that is newer than what a model was trained with.
     """
@@ -87,7 +87,7 @@ class Device(Described):
     peer_gbps: float = Field(gt=0)
     host_gbps: float = Field(gt=0)
     launch_us: float = Field(ge=0)
-    host_us: float = Field(default=13.2, ge=0)
+    host_us: float = Field(default=13.6, ge=0)
     attention: tuple[_Share, _Share] = Field(strict=False)
     framework: str | None = None
 
@@ -186,7 +186,8 @@ class Model(Described):
     ffn: inner size of the MLP, 4 × hidden, if left out; gated: two projections in, as SwiGLU. biases: of all linear
     layers. dropout: of embedding, attention and residuals. max_positions: rows of learned positions; ``sequence``, if
     left out. causal: each token sees those before it; without it, the head is BERT's. tied: head and embedding are one
-    matrix. mtp_layers: extra layers that predict further tokens (DeepSeek-V3 §2.2). framework: what it was trained
+    matrix. qk_norm: queries and keys have a norm each. window: tokens that attention sees in every second layer, all in
+    the others. mtp_layers: extra layers that predict further tokens (DeepSeek-V3 §2.2). framework: what it was trained
     with, as published. left_out: what the model has beside this, in words, which every estimate repeats.
     """
 
@@ -208,6 +209,8 @@ class Model(Described):
     tied: bool = True
     experts: Experts | None = None
     latent: Latent | None = None
+    qk_norm: bool = False
+    window: int = Field(default=0, ge=0)
     mtp_layers: int = Field(default=0, ge=0)
     framework: str = "megatron"
     left_out: tuple[str, ...] = Field(default=(), strict=False)

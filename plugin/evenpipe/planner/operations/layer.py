@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from evenpipe.planner.descriptions import Model
 from evenpipe.planner.operations.operation import (
     Collective,
     Dispatch,
@@ -27,11 +28,14 @@ def attention(shard: Shard) -> list[Operation]:
     into, sizes = _latent(shard) if shard.model.latent else _grouped(shard)
     out = shard.model.heads * sizes[2] / shard.run.tensor
     e, n = shard.run.element_bytes, shard.tokens * out
+    transposed = []
+    if shard.run.attention == "unfused":  # fused kernels read and write the layout that linear layers have
+        transposed = [Operation("core_attention.transposed", (Moved(2 * e * n),), (Moved(2 * e * n),))]
     found = [
         replace(shard.norm("input_norm"), module="layernorm"),
         *into,
         *_core(shard, *sizes),
-        Operation("core_attention.transposed", (Moved(2 * e * n),), (Moved(2 * e * n),)),
+        *transposed,
         shard.linear("projection", shard.model.hidden, out, "row"),
         shard.residual_add("projection.residual"),
     ]
@@ -85,8 +89,10 @@ def _grouped(shard: Shard) -> tuple[list[Operation], Sizes]:
     width = (model.heads + 2 * model.key_value_heads) * model.head_dim / t
     made = _behind_norm(shard, "qkv", width)
     n = shard.tokens * width
+    normed = shard.tokens * (model.heads + model.key_value_heads) * model.head_dim / t
     return [
         made,
+        *([shard.norm("qkv.norm", normed, model.head_dim)] if model.qk_norm else []),
         # Bias or rotation: read, written; the gradients are put together again.
         Operation("core_attention.rotation", (Moved(2 * e * n),), (Moved(3 * e * n, 2),), saved_bytes=e * n),
     ], (model.head_dim, model.key_value_heads / model.heads, model.head_dim)
@@ -124,6 +130,14 @@ def _latent(shard: Shard) -> tuple[list[Operation], Sizes]:
     ], (key, 1.0, latent.value_dim)
 
 
+def _seen(model: Model) -> float:
+    """Return the share of all pairs of tokens that fused attention computes, in the mean of a layer with a window and
+    one without.
+    """
+    whole = 0.5 if model.causal else 1.0
+    return (whole + min(whole, model.window / model.sequence)) / 2 if model.window else whole
+
+
 def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operation]:
     """Scores, softmax, dropout and context; selective recomputation does these again."""
     model, run, e = shard.model, shard.run, shard.run.element_bytes
@@ -140,7 +154,7 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
             Moved(added, 3 * (run.context - 1)),
         ]
     if run.attention == "flash":
-        flops = 2 * queries * length * (key + value) * heads * (0.5 if model.causal else 1)
+        flops = 2 * queries * length * (key + value) * heads * _seen(model)
         # Backward computes the scores again (FlashAttention-2 §3.1): five products where forward has two. It adds the
         # queries' gradient up in fp32 beside a number a row, and has gradients of keys and values for each head of
         # queries, before those that share them are summed (`mha_bwd` of flash-attn 2).
@@ -150,8 +164,8 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
         return [
             Operation(
                 "core_attention.fused",
-                (FusedAttention(flops, False), *exchanged),
-                (FusedAttention(2.5 * flops, True), *exchanged, *exchanged),
+                (FusedAttention(flops, key, False), *exchanged),
+                (FusedAttention(2.5 * flops, key, True), *exchanged, *exchanged),
                 # The logarithm of each row's sum; and its output, unless that is kept as the projection's input.
                 saved_bytes=(4 + (e * value if run.quantization else 0)) * queries * heads,
                 scratch_bytes=scratch,

@@ -46,9 +46,13 @@ class Gemm(NamedTuple):
 
 
 class FusedAttention(NamedTuple):
-    """Scores, softmax and context in one kernel: operations that are computed, those that a mask spares left out."""
+    """Scores, softmax and context in one kernel: operations that are computed, those that a mask spares left out.
+
+    width: of a head's queries.
+    """
 
     flops: float
+    width: float
     backward: bool
 
 
