@@ -58,7 +58,9 @@ def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
     """Return the options that `evenpipe estimate` and `evenpipe plan` both begin with."""
     group = parser.add_argument_group("what and where")
     add_model(group, required=True)
-    group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
+    group.add_argument(
+        "--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME][@NODESxGPUS]"
+    )
     group.add_argument("--framework", metavar="NAME", help=f"{' | '.join(names('frameworks'))} (default: the model's)")
     return group
 
