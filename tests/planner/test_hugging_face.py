@@ -197,6 +197,16 @@ def test_a_file_a_folder_and_a_snapshot_of_the_hub_s_cache_are_read_and_named(tm
     assert configured(mine).name == "mine"
 
 
+def test_of_a_model_of_text_and_images_the_text_s_is_read(tmp_path: Path) -> None:
+    alone = configured(written(tmp_path, LLAMA))
+    config = {"model_type": "mistral3", "text_config": LLAMA, "vision_config": {"hidden_size": 1}}
+    found = configured(written(tmp_path, config))
+    assert found.left_out == ("all but the text model",)
+    assert found.model_copy(update={"left_out": ()}) == alone
+    with pytest.raises(DescriptionError, match=r"config\.json: text_config: has no vocab_size: add it"):
+        configured(written(tmp_path, {**config, "text_config": {**LLAMA, "vocab_size": None}}))
+
+
 def test_a_sequence_is_asked_for_or_of_4096_tokens(tmp_path: Path) -> None:
     folder = written(tmp_path, LLAMA)
     assert configured(folder).sequence == 4096

@@ -69,13 +69,23 @@ _ROTARY: Final = {
     "tied": False,
 }
 _NORMED: Final = "norms of queries and keys"
+_NORMED_AFTER: Final = "norms after attention and MLP"
 _BIASED: Final = "biases of queries, keys and values"
 #: By ``model_type``, as the models of transformers 5 have it (``models/*/modeling_*.py``).
 _FAMILIES: Final[Mapping[str, _Family]] = {
     "llama": _Family(_ROTARY),
     "mistral": _Family(_ROTARY),
     "mixtral": _Family(_ROTARY, experts=True),
+    "ministral3": _Family(_ROTARY),
     "phi3": _Family(_ROTARY),
+    "granite": _Family(_ROTARY),
+    "granitemoe": _Family(_ROTARY, experts=True),
+    "smollm3": _Family(_ROTARY),
+    "seed_oss": _Family(_ROTARY),
+    "olmo2": _Family(_ROTARY, left_out=(_NORMED,)),
+    "olmo3": _Family(_ROTARY, left_out=(_NORMED,)),
+    "olmoe": _Family(_ROTARY, experts=True, left_out=(_NORMED,)),
+    "minimax_m2": _Family(_ROTARY, experts=True, left_out=(_NORMED, "layers that predict further tokens")),
     "qwen2": _Family(_ROTARY, left_out=(_BIASED,)),
     "qwen2_moe": _Family(_ROTARY, experts=True, left_out=(_BIASED,)),
     "qwen3": _Family(_ROTARY, left_out=(_NORMED,)),
@@ -83,9 +93,12 @@ _FAMILIES: Final[Mapping[str, _Family]] = {
     "deepseek_v2": _Family(_ROTARY, experts=True, latent=True),
     "deepseek_v3": _Family(_ROTARY, experts=True, latent=True),
     "kimi_k2": _Family(_ROTARY, experts=True, latent=True),
+    "glm4": _Family(_ROTARY, left_out=(_NORMED_AFTER,)),
     "glm4_moe": _Family(_ROTARY, experts=True),
     "gpt_oss": _Family({**_ROTARY, "biases": True}, experts=True, left_out=("attention sinks",)),
     "gemma": _Family({**_ROTARY, "tied": True}),
+    "gemma2": _Family({**_ROTARY, "tied": True}, left_out=(_NORMED_AFTER, "soft caps of scores and logits")),
+    "gemma3_text": _Family({**_ROTARY, "tied": True}, left_out=(_NORMED_AFTER, _NORMED)),
     "nemotron": _Family({**_ROTARY, "gated": False, "norm": "layer"}),
     "gpt2": _Family({}, sizes=_OF_GPT2),
     "bert": _Family({"causal": False}),
@@ -102,13 +115,16 @@ def model_types() -> list[str]:
 def configured(path: Path, tokens: int | None = None) -> Model:
     """Return the model of a configuration, or of a folder with a ``config.json``, for sequences of so many tokens.
 
-    Without ``tokens`` these are 4,096, or as many as it has positions. Raises DescriptionError, one line with the file
-    and the key.
+    Without ``tokens`` these are 4,096, or as many as it has positions. Of a model of text and images it is the text's.
+    Raises DescriptionError, one line with the file and the key.
     """
     file = path / _FILE if path.is_dir() else path
     config = _Config(_parsed(file), str(file))
+    beside: tuple[str, ...] = ()
+    if str(config("model_type")) not in _FAMILIES and isinstance(config("text_config"), dict):
+        config, beside = _Config(config("text_config"), f"{file}: text_config"), ("all but the text model",)
     kind = config.needed("model_type")
-    family = _FAMILIES.get(kind) if isinstance(kind, str) else None
+    family = _FAMILIES.get(str(kind))
     if family is None:
         known = nearest(str(kind), model_types())
         raise config.wrong("model_type", f"cannot be read, {known}; or describe it in YAML, for --model")
@@ -129,7 +145,7 @@ def configured(path: Path, tokens: int | None = None) -> Model:
         said |= _latent(config)
     found = described(Model, _name(file), said, str(file))
     found = found if tokens is None else found.of_sequence(tokens)
-    return found.model_copy(update={"left_out": (*family.left_out, *_left_out(config, found))})
+    return found.model_copy(update={"left_out": (*beside, *family.left_out, *_left_out(config, found))})
 
 
 class _Config:
