@@ -20,8 +20,9 @@ from evenpipe.partition.profiling import Profiles
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph, trace, weightless
+from evenpipe.planner.counted_flops import model_flops
 from evenpipe.planner.descriptions import Cluster, cluster, device, model
-from evenpipe.planner.estimate import Estimate, Estimator, model_flops
+from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.schedule import Link, Programs

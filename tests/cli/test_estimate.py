@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert (document["fits"], document["reason"]) == (True, None)
     assert document["mfu"] == pytest.approx(0.5064, abs=0.01)  # BPipe Table 7
     assert document["samples_per_second"] == pytest.approx(128e3 / document["iteration_ms"])
+    assert document["tokens_per_second_per_gpu"] == pytest.approx(document["samples_per_second"] * 2048 / 32)
+    assert document["logged_tflops_per_gpu"] == pytest.approx(312 * document["mfu"], rel=0.04)  # half of attention
     assert document["uncertainty"]["low"] < 0 < document["uncertainty"]["high"]
     assert len(document["stages"]) == 8
     assert set(document["stages"][0]) >= {"bytes", "forward_ms", "backward_ms"}
@@ -53,8 +56,10 @@ def test_other_spellings_are_the_same(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     main([*PLAN, *SIZES, "--recompute", "selective"])
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert "does not fit" in shown
+    assert re.search(r"[\d,]+ tokens/s/GPU", shown)
+    assert re.search(r"[\d.]+ TFLOP/s/GPU as Megatron-LM logs it .*MFU [\d.]+% as papers count it", shown)
     assert "stage 0 needs 81.4 GiB and has 79.3: 2.0 too few" in shown
 
 
@@ -76,7 +81,7 @@ def test_a_configuration_of_hugging_face_is_estimated(capsys: pytest.CaptureFixt
     shown = capsys.readouterr()
     document = json.loads(shown.out)
     assert (document["fits"], shown.err) == (True, "")
-    assert "not in the estimate: norms of queries and keys" in document["warnings"]
+    assert "not described, so in no estimate or recipe: norms of queries and keys" in document["warnings"]
     main([*asked, "--seq-length", "8192"])
     assert json.loads(capsys.readouterr().out)["iteration_ms"] > document["iteration_ms"]
     main([*asked[:-1], "--seq-length", "8192"])

@@ -54,7 +54,16 @@ def test_another_sequence_is_planned_and_told_to_the_estimate(capsys: pytest.Cap
 def test_the_table_and_the_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     main([*ASKED, *FEW, "--picture", str(tmp_path / "front.png")])
     shown = capsys.readouterr().out
-    for wanted in ("bubble", "MFU", "GiB of each stage", "not taken", "interleaved:", "simulated"):
+    for wanted in (
+        "bubble",
+        "MFU",
+        "GiB of each stage",
+        "TFLOP/s",
+        "tokens/s",
+        "not taken",
+        "interleaved:",
+        "simulated",
+    ):
         assert wanted in shown
     assert imread(tmp_path / "front.png").shape[2] == 4
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from evenpipe.cli.main import main
+from evenpipe.planner.counted_flops import logged_flops
+from evenpipe.planner.descriptions import model
+from evenpipe.planner.run import Run
 
 SMALL = ["--model", "gpt2-355m", "--cluster", "1x8-v100-16gb", "--precision", "fp16"]
 FEW = ["--global-batch-size", "32", "--schedules", "1f1b", "--stages", "4"]
@@ -31,7 +34,12 @@ def test_it_plans_and_writes_and_says_what_is_predicted(tmp_path, capsys):
     assert "--pipeline-model-parallel-size 4" in script
     assert "--train-iters 7" in script
     ms = printed.split("takes ")[1].split(" ms")[0]
-    assert f"takes **{ms} ms**" in (tmp_path / "out" / "README.md").read_text()
+    told = (tmp_path / "out" / "README.md").read_text()
+    assert f"takes **{ms} ms**" in told
+    logged = float(told.split("logs that as `throughput per GPU (TFLOP/s/GPU): ")[1].split("`")[0])
+    tokens = float(told.split(" tokens/s")[0].split()[-1].replace(",", "")) / 8
+    of = model("gpt2-355m")
+    assert logged == pytest.approx(logged_flops(of, Run(1)) / of.sequence * tokens / 1e12, abs=0.06)
     assert json.loads((tmp_path / "out" / "recipe.json").read_text())["format"] == "evenpipe.recipe/1"
 
 

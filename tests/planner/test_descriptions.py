@@ -206,6 +206,31 @@ def test_a_node_with_fewer_gpus_has_the_same_adapters() -> None:
     assert cluster("1x16-a100-80gb").node_gbps == 6.25
 
 
+OWN = (
+    "clusters: {ours: {nodes: 2, gpus_per_node: 8, device: h100, node_gbps: 25.0, latency_us: 20.0, "
+    "node_latency_us: 30.0}}"
+)
+
+
+def test_a_size_after_a_cluster_of_a_file_is_its_size(tmp_path: Path) -> None:
+    own = tmp_path / "2x4-mine@home.yaml"
+    own.write_text(OWN)
+    assert (cluster(f"{own}:ours").nodes, cluster(f"{own}:ours").gpus_per_node) == (2, 8), "no size is in a file's name"
+    sized = cluster(f"{own}:ours@16x4")
+    assert (sized.name, sized.nodes, sized.gpus_per_node) == (f"{own}:ours@16x4", 16, 4)
+    assert sized.node_gbps == 50.0, "its adapters are shared by half as many"
+    assert cluster(f"{own}@3x8").gpus == 24
+
+
+@pytest.mark.parametrize("size", ["", "16", "16x", "x8", "0x8", "16x8x2", "-1x8", "16×8", "1e3x8", " 16x8"])
+def test_a_size_that_is_none_is_told_with_how_to_write_one(size: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(OWN)
+    with pytest.raises(DescriptionError) as caught:
+        cluster(f"{own}:ours@{size}")
+    assert str(caught.value) == (f"{own}:ours@{size}: {size!r} is no size: write @NODESxGPUS, such as {own}:ours@16x8")
+
+
 def test_a_file_that_is_not_there_is_told_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(DescriptionError, match=r"none\.yaml: No such file"):
         model(str(tmp_path / "none.yaml"))

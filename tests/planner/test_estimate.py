@@ -9,8 +9,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from evenpipe.planner.counted_flops import logged_flops, model_flops
 from evenpipe.planner.descriptions import Model, cluster, model
-from evenpipe.planner.estimate import Estimate, Estimator, estimate, model_flops
+from evenpipe.planner.estimate import Estimate, Estimator, estimate
 from evenpipe.planner.iteration import batch_end
 from evenpipe.planner.kernels import FITTED, Kernels, Links
 from evenpipe.planner.operations.operation import Collective, Parameters
@@ -148,6 +149,33 @@ def test_model_flops_are_korthikanti_s() -> None:
     s, h, layers, v = GPT.sequence, GPT.hidden, GPT.layers, GPT.vocabulary
     formula = 72 * 32 * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
     assert model_flops(GPT, run) == pytest.approx(formula)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "giga"),
+    [
+        ("llama3-405b", 8192, 2524.0),
+        ("llama3-70b", 4096, 433.1),
+        ("deepseek-v3", 4096, 260.0),
+        ("qwen3-235b-a22b", 4096, 148.0),
+        ("qwen3-30b-a3b", 4096, 23.0),
+        ("kimi-k2", 4096, 204.5),
+    ],
+)
+def test_logged_flops_are_those_behind_megatron_bridge_s_published_rates(name: str, tokens: int, giga: float) -> None:
+    """10^9 operations a token: TFLOP/s over tokens/s of a GPU (docs/performance-summary.md of release 26.06)."""
+    of, run = model(name).of_sequence(tokens), Run(global_batch=8, precision="bf16")
+    assert logged_flops(of, run) / (8 * tokens) / 1e9 == pytest.approx(giga, rel=3e-3)
+
+
+def test_rates_of_a_gpu_are_of_the_whole_iteration() -> None:
+    shown = estimate(GPT, NODE, RUN)
+    each = shown.run.gpus * shown.iteration_ms / 1e3
+    assert shown.tokens_per_second == pytest.approx(RUN.global_batch * GPT.sequence / each)
+    assert shown.logged_tflops == pytest.approx(logged_flops(GPT, shown.run) / each / 1e12)
+    assert shown.logged_tflops < shown.mfu * NODE.device.tflops["fp16"], "half of attention"
+    again = estimate(GPT, NODE, replace(RUN, recompute="full"))
+    assert again.logged_tflops * again.iteration_ms == pytest.approx(shown.logged_tflops * shown.iteration_ms)
 
 
 def test_evictions_are_priced_on_the_links_that_they_use() -> None:

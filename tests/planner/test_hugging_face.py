@@ -74,6 +74,8 @@ PUBLISHED = {
             **DEEPSEEK,
             n_routed_experts=256,
             first_k_dense_replace=3,
+            n_group=8,
+            topk_group=4,
             num_nextn_predict_layers=1,
         ),
         671,
@@ -197,6 +199,16 @@ def test_a_file_a_folder_and_a_snapshot_of_the_hub_s_cache_are_read_and_named(tm
     assert configured(mine).name == "mine"
 
 
+def test_of_a_model_of_text_and_images_the_text_s_is_read(tmp_path: Path) -> None:
+    alone = configured(written(tmp_path, LLAMA))
+    config = {"model_type": "mistral3", "text_config": LLAMA, "vision_config": {"hidden_size": 1}}
+    found = configured(written(tmp_path, config))
+    assert found.left_out == ("all but the text model",)
+    assert found.model_copy(update={"left_out": ()}) == alone
+    with pytest.raises(DescriptionError, match=r"config\.json: text_config: has no vocab_size: add it"):
+        configured(written(tmp_path, {**config, "text_config": {**LLAMA, "vocab_size": None}}))
+
+
 def test_a_sequence_is_asked_for_or_of_4096_tokens(tmp_path: Path) -> None:
     folder = written(tmp_path, LLAMA)
     assert configured(folder).sequence == 4096
@@ -215,7 +227,7 @@ def test_a_sequence_is_asked_for_or_of_4096_tokens(tmp_path: Path) -> None:
         ({"layer_types": ["sliding_attention"] * 32, "sliding_window": 128}, 4096, ["sliding windows of 128 tokens"]),
         ({"attention_bias": True}, 4096, ["biases of queries, keys and values"]),
         ({"attention_bias": True, "mlp_bias": True}, 4096, []),
-        ({"use_qk_norm": True}, 4096, ["norms of queries and keys"]),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 16, "sliding_window": 128}, 4096, []),
     ],
 )
 def test_what_is_not_described_is_told(more: dict[str, Any], tokens: int, said: list[str], tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ from evenpipe.planner.run import Attention, EstimateError, Placement, Recompute,
 from evenpipe.settings.spelling import in_flags
 
 __all__ = [
+    "AS_IN_PAPERS",
+    "AS_LOGGED",
     "add_model",
     "add_to",
     "add_what_and_where",
@@ -60,7 +62,9 @@ def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
     """Return the options that `evenpipe estimate` and `evenpipe plan` both begin with."""
     group = parser.add_argument_group("what and where")
     add_model(group, required=True)
-    group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
+    group.add_argument(
+        "--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME][@NODESxGPUS]"
+    )
     group.add_argument("--framework", metavar="NAME", help=f"{' | '.join(names('frameworks'))} (default: the model's)")
     return group
 
@@ -105,6 +109,8 @@ def known_names() -> str:
     )
 
 
+AS_LOGGED: Final = "as Megatron-LM logs it (causal attention halved)"
+AS_IN_PAPERS: Final = "as papers count it (Korthikanti et al. 2022, not halved)"
 _GIB: Final = 2**30
 
 
@@ -143,10 +149,11 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
     sure = shown.uncertainty
     console.print(
         f"{'fits' if shown.fits else 'does not fit'}; iteration {shown.iteration_ms:,.0f} ms ({sure}: "
-        f"{sure.meaning}), {shown.samples_per_second:.2f} samples/s, MFU {shown.mfu:.1%}",
+        f"{sure.meaning}), {shown.samples_per_second:.2f} samples/s, {shown.tokens_per_second:,.0f} tokens/s/GPU",
         highlight=False,
     )
-    for line in lines:
+    rates = (f"{shown.logged_tflops:.1f} TFLOP/s/GPU {AS_LOGGED}", f"MFU {shown.mfu:.1%} {AS_IN_PAPERS}")
+    for line in (*rates, *lines):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -161,8 +168,9 @@ _RECOMPUTE: Final[dict[str, Recompute]] = {
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
     document = (
-        "--json prints a document evenpipe.estimate/1: fits, the reason if it does not, mfu (a fraction), "
-        "iteration_ms, samples_per_second, uncertainty (of iteration_ms), per stage bytes, forward_ms and "
+        "--json prints a document evenpipe.estimate/1: fits, the reason if it does not, mfu (a fraction, as "
+        "papers count it), logged_tflops_per_gpu (as Megatron-LM logs it), iteration_ms, samples_per_second, "
+        "tokens_per_second_per_gpu, uncertainty (of iteration_ms), per stage bytes, forward_ms and "
         "backward_ms (of a micro-batch), and warnings. "
         f"{known_names()}"
     )

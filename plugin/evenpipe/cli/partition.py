@@ -203,8 +203,8 @@ def _add_pipeline(parser: Parser) -> None:
     group.add_argument(
         "--cluster",
         metavar="NAME",
-        help="NODESxGPUS-NAME, or PATH.yaml[:NAME], with a stage on each GPU: links between stages (default: the "
-        "device's link to others of its node; of cpu and cuda: 25 GB/s)",
+        help="NODESxGPUS-NAME, or PATH.yaml[:NAME][@NODESxGPUS], with a stage on each GPU: links between stages "
+        "(default: the device's link to others of its node; of cpu and cuda: 25 GB/s)",
     )
     group.add_argument("--stage-gbps", type=bandwidth_gbps, metavar="X", help="of the links between stages, one way")
     group.add_argument(

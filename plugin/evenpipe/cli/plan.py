@@ -12,7 +12,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.estimate import add_what_and_where, framework_named, known_names, model_and_cluster, words_of
+from evenpipe.cli.estimate import (
+    AS_IN_PAPERS,
+    AS_LOGGED,
+    add_what_and_where,
+    framework_named,
+    known_names,
+    model_and_cluster,
+    words_of,
+)
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.values import output_file, picture_file, positive, sample_count, write
 from evenpipe.deepspeed.section import OFFERS
@@ -120,9 +128,10 @@ def show(plan: Plan, command: str) -> None:
     late = any(one.iterations_to_same_loss != 1 for one in plan.plans)
     table = Table(
         *("", "t", "p", "d", "b", "schedule", "recompute"),
-        *("GiB", "bubble", "MFU", "samples/s", *["to the same loss"] * late),
+        *("GiB", "bubble", "MFU", "TFLOP/s", "tokens/s", "samples/s", *["to the same loss"] * late),
+        caption=f"of a GPU: tokens/s, and TFLOP/s {AS_LOGGED}\nMFU {AS_IN_PAPERS}",
         box=SIMPLE_HEAD,
-        pad_edge=False,
+        padding=0,
     )
     for number, one in enumerate(plan.plans, 1):
         sizes = (one.tensor_parallel, one.stages, one.data_parallel, one.micro_batch_size)
@@ -134,6 +143,8 @@ def show(plan: Plan, command: str) -> None:
             f"{one.memory_gib:.1f}",
             f"{one.bubble:.1%}",
             f"{one.mfu:.1%}",
+            f"{one.logged_tflops_per_gpu:.1f}",
+            f"{one.tokens_per_second_per_gpu:,.0f}",
         ]
         to_loss = one.samples_per_second / one.iterations_to_same_loss
         table.add_row(*map(str, row), f"{one.samples_per_second:.2f}", *[f"{to_loss:.2f}"] * late)

@@ -148,7 +148,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("kind", nargs="?", choices=("gpt", "bert"), help="what is trained")
     group = parser.add_argument_group("what and where")
     add_model(group, required=False)
-    group.add_argument("--cluster", metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
+    group.add_argument("--cluster", metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME][@NODESxGPUS]")
     group.add_argument("--framework", choices=tuple(FRAMEWORKS))
     group.add_argument("--launcher", choices=tuple(LAUNCHERS))
     group = parser.add_argument_group("how: a plan, or a search")

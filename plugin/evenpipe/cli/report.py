@@ -144,7 +144,9 @@ def plan_view(document: dict[str, Any]) -> View:
         ("Iteration", milliseconds(best.iteration_ms)),
         ("Bubble", percent(best.bubble, 1)),
         ("Samples a second", f"{best.samples_per_second:,.4g}"),
-        ("MFU", percent(best.mfu, 1)),
+        ("Tokens a second and GPU", f"{best.tokens_per_second_per_gpu:,.4g}"),
+        ("TFLOP/s of a GPU, as Megatron-LM logs it", f"{best.logged_tflops_per_gpu:,.1f}"),
+        ("MFU, as papers count it", percent(best.mfu, 1)),
         ("Fullest GPU", f"{best.memory_gib:.1f} of {plan.device_gib:g} GiB"),
     ]
     view = chosen_view(

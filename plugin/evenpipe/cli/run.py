@@ -40,8 +40,8 @@ def add_to(commands: Commands) -> None:
     group.add_argument(
         "--cluster",
         metavar="NAME",
-        help="NODESxGPUS-NAME, or PATH.yaml[:NAME]; without sizes, those of WORLD_SIZE and LOCAL_WORLD_SIZE, or as few "
-        "GPUs as the flags need (default a100-80gb)",
+        help="NODESxGPUS-NAME, or PATH.yaml[:NAME][@NODESxGPUS]; without sizes, those of WORLD_SIZE and "
+        "LOCAL_WORLD_SIZE, or as few GPUs as the flags need (default a100-80gb)",
     )
     group.add_argument("--json", action="store_true", help="print one JSON document evenpipe.estimate/1")
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="such as pretrain_gpt.py")

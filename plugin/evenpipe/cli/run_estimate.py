@@ -112,7 +112,7 @@ def _cluster(arguments: Namespace) -> tuple[Cluster, list[str]]:
     name: str = arguments.cluster or _CLUSTER
     notes = [] if arguments.cluster else [f"no --cluster is named before the script: taken for {_CLUSTER}"]
     found = cluster(name)
-    if found.nodes > 1 or re.match(r"[1-9][0-9]*x[1-9]", name) or name.partition(":")[0].endswith(".yaml"):
+    if found.nodes > 1 or re.match(r"[1-9][0-9]*x[1-9]", name) or ".yaml" in name:
         return found, notes
     gpus = found.gpus_per_node
     if (world := os.environ.get("WORLD_SIZE", "")).isdecimal() and int(world) > 1:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Final, NamedTuple
 
 from evenpipe.planner.advice import reason_of, warnings_of
+from evenpipe.planner.counted_flops import logged_flops, model_flops
 from evenpipe.planner.descriptions import Cluster, Framework, Model, framework
 from evenpipe.planner.iteration import (
     HandOver,
@@ -19,7 +20,7 @@ from evenpipe.planner.iteration import (
     simulated,
 )
 from evenpipe.planner.kernels import FITTED, Calibration, Kernels
-from evenpipe.planner.operations.operation import Gemm, summed
+from evenpipe.planner.operations.operation import summed
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.stage_bytes import Chunk, StageBytes, chunks_of, stage_bytes
@@ -34,7 +35,6 @@ __all__ = [
     "StageEstimate",
     "estimate",
     "framework_of",
-    "model_flops",
     "positions_of",
 ]
 
@@ -65,30 +65,6 @@ def positions_of(places: Places) -> Positions:
     return Positions(at, stages, sends, returns)
 
 
-#: A backward has two matrix products where a forward has one.
-_PASSES = 3
-
-
-def model_flops(model: Model, run: Run) -> float:
-    """Return the operations of an iteration's matrix products, forward and backward, once each.
-
-    Attention counts as if nothing were masked.
-
-    For GPT this is 72 B s L h² (1 + s/6h + V/12Lh) (Korthikanti et al. 2022, Appendix A).
-    """
-    alone = Run(global_batch=run.global_batch, precision=run.precision, attention="unfused")
-    blocks = Blocks(model, alone)
-    sample = sum(
-        count * work.flops
-        for part in parts_of(model, alone)
-        for block, count in part.items()
-        for operation in blocks.operations[block]
-        for work in operation.forward
-        if isinstance(work, Gemm)
-    )
-    return _PASSES * sample * run.global_batch
-
-
 _MS: Final = 1e3
 
 
@@ -106,17 +82,19 @@ class StageEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """``reason``: why it does not fit and what to change, or None. ``mfu``: a fraction of the devices' rate,
-    in FP8 or FP4 where products of linear layers are.
+    """``reason``: why it does not fit and what to change, or None. ``mfu``: a fraction of the devices' rate.
 
-    ``run`` has the framework's defaults filled in.
+    That rate is in FP8 or FP4 where products of linear layers are. ``logged_tflops``: 10^12 operations/s of a GPU, as
+    Megatron-LM logs them. ``tokens_per_second``: of a GPU. ``run`` has the framework's defaults filled in.
     """
 
     fits: bool
     reason: str | None
     mfu: float
+    logged_tflops: float
     iteration_ms: float
     samples_per_second: float
+    tokens_per_second: float
     uncertainty: Uncertainty
     stages: tuple[StageEstimate, ...]
     warnings: tuple[str, ...]
@@ -129,8 +107,10 @@ class Estimate:
             "fits": self.fits,
             "reason": self.reason,
             "mfu": self.mfu,
+            "logged_tflops_per_gpu": self.logged_tflops,
             "iteration_ms": self.iteration_ms,
             "samples_per_second": self.samples_per_second,
+            "tokens_per_second_per_gpu": self.tokens_per_second,
             "uncertainty": self.uncertainty._asdict(),
             "stages": [
                 {
@@ -199,12 +179,15 @@ class Estimator:
             StageEstimate(nbytes, *ms, sum(wire)) for nbytes, ms, wire in zip(held, own, evictions, strict=True)
         )
         flops = self.cluster.device.tflops[run.rate] * 1e12 * run.gpus
+        gpu_seconds = iteration_ms / _MS * run.gpus
         return Estimate(
             fits=all(stage.bytes.total <= self.cluster.device.memory_gib * 2**30 for stage in stages),
             reason=reason_of(held, self.cluster.device, run),
             mfu=model_flops(self.model, run) / (iteration_ms / _MS * flops),
+            logged_tflops=logged_flops(self.model, run) / gpu_seconds / 1e12,
             iteration_ms=iteration_ms,
             samples_per_second=run.global_batch / (iteration_ms / _MS),
+            tokens_per_second=run.global_batch * self.model.sequence / gpu_seconds,
             uncertainty=uncertainty_of(self.model, self.cluster, self.framework, run),
             stages=stages,
             warnings=tuple(

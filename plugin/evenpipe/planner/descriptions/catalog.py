@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 _Kind = TypeVar("_Kind", bound=Described)
-_SIZED = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)-(.+)", re.ASCII)
+_SIZE: Final = re.compile(r"(?P<nodes>[1-9][0-9]*)x(?P<gpus>[1-9][0-9]*)", re.ASCII)
+_SIZED: Final = re.compile(rf"{_SIZE.pattern}-(?P<name>.+)", re.ASCII)
 
 
 def model(name: str) -> Model:
@@ -51,10 +52,12 @@ def framework(name: str) -> Framework:
 def cluster(name: str) -> Cluster:
     """Return the cluster of that name, found as models are; ``NODESxGPUS-NAME`` is one of that kind in another size.
 
-    So ``4x8-a100-80gb`` are four nodes of eight. A node with other than the kind's GPUs has the same adapters, which
-    its GPUs share: at most what a GPU's own link to its host carries. The device of a cluster is a device's name.
+    So ``4x8-a100-80gb`` are four nodes of eight; of a cluster of a file these are ``PATH.yaml:NAME@4x8``. A node with
+    other than the kind's GPUs has the same adapters, which its GPUs share: at most what a GPU's own link to its host
+    carries. The device of a cluster is a device's name.
     """
-    where, key, said = _found("clusters", name)
+    of_any_size, size = _size_of(name)
+    where, key, said = _found("clusters", of_any_size, name)
     named = said.get("device")
     if not isinstance(named, str):
         raise DescriptionError(f"{where}: {key}.device: is {named!r}: give a device's name")
@@ -63,8 +66,20 @@ def cluster(name: str) -> Cluster:
         sources = {"peer_gbps": f"its device's, {named}", **(said.get("sources") or {})}
         said = {**said, "peer_gbps": of.peer_gbps, "sources": sources}
     found = described(Cluster, name, {**said, "device": of}, where)
-    sized = _SIZED.fullmatch(name)
-    return found.of_size(int(sized[1]), int(sized[2])) if sized and key != name else found
+    return found.of_size(int(size["nodes"]), int(size["gpus"])) if size else found
+
+
+def _size_of(name: str) -> tuple[str, re.Match[str] | None]:
+    """Return the name without a size, and the size, if there is one."""
+    if ".yaml" not in name:
+        size = _SIZED.fullmatch(name)
+        return (size["name"], size) if size else (name, None)
+    path, at, words = name.rpartition("@")
+    if not at or ".yaml" not in path:
+        return name, None
+    if (size := _SIZE.fullmatch(words)) is None:
+        raise DescriptionError(f"{name}: {words!r} is no size: write @NODESxGPUS, such as {path}@16x8")
+    return path, size
 
 
 def node_of(device: Device, gpus: int) -> Cluster:
@@ -83,8 +98,8 @@ def _one(kind: type[_Kind], room: str, name: str) -> _Kind:
     return described(kind, key, said, where)
 
 
-def _found(room: str, name: str) -> tuple[str, str, Mapping[str, Any]]:
-    """Return where it is described, under which name, and what is said of it."""
+def _found(room: str, name: str, asked: str | None = None) -> tuple[str, str, Mapping[str, Any]]:
+    """Return where it is described, under which name, and what is said of it. ``asked``: the name in an error."""
     path, _, key = name.partition(".yaml")
     if path != name:
         path, key = f"{path}.yaml", key.removeprefix(":")
@@ -95,13 +110,10 @@ def _found(room: str, name: str) -> tuple[str, str, Mapping[str, Any]]:
         if key not in own:
             raise DescriptionError(f"{path}: no {key} among its {room}, {nearest(key, list(own))}")
         return path, key, own[key]
-    sized = _SIZED.fullmatch(name) if room == "clusters" else None
-    for wanted in (name, sized[3]) if sized else (name,):
-        for file, found in entries(room).items():
-            if wanted in found:
-                return file, wanted, found[wanted]
-    near = nearest(sized[3] if sized else name, names(room))
-    raise DescriptionError(f"{name}: unknown among {room}, {near}; or give a YAML file")
+    for file, found in entries(room).items():
+        if name in found:
+            return file, name, found[name]
+    raise DescriptionError(f"{asked or name}: unknown among {room}, {nearest(name, names(room))}; or give a YAML file")
 
 
 Entries = Mapping[str, Mapping[str, Any]]

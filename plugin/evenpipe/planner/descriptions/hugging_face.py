@@ -68,24 +68,37 @@ _ROTARY: Final = {
     "positions": "rotary",
     "tied": False,
 }
-_NORMED: Final = "norms of queries and keys"
+_NORMED: Final = {**_ROTARY, "qk_norm": True}
+_NORMED_AFTER: Final = "norms after attention and MLP"
 _BIASED: Final = "biases of queries, keys and values"
 #: By ``model_type``, as the models of transformers 5 have it (``models/*/modeling_*.py``).
 _FAMILIES: Final[Mapping[str, _Family]] = {
     "llama": _Family(_ROTARY),
     "mistral": _Family(_ROTARY),
     "mixtral": _Family(_ROTARY, experts=True),
+    "ministral3": _Family(_ROTARY),
     "phi3": _Family(_ROTARY),
+    "granite": _Family(_ROTARY),
+    "granitemoe": _Family(_ROTARY, experts=True),
+    "smollm3": _Family(_ROTARY),
+    "seed_oss": _Family(_ROTARY),
+    "olmo2": _Family(_NORMED),
+    "olmo3": _Family(_NORMED),
+    "olmoe": _Family(_NORMED, experts=True),
+    "minimax_m2": _Family(_NORMED, experts=True, left_out=("layers that predict further tokens",)),
     "qwen2": _Family(_ROTARY, left_out=(_BIASED,)),
     "qwen2_moe": _Family(_ROTARY, experts=True, left_out=(_BIASED,)),
-    "qwen3": _Family(_ROTARY, left_out=(_NORMED,)),
-    "qwen3_moe": _Family(_ROTARY, experts=True, left_out=(_NORMED,)),
+    "qwen3": _Family(_NORMED),
+    "qwen3_moe": _Family(_NORMED, experts=True),
     "deepseek_v2": _Family(_ROTARY, experts=True, latent=True),
     "deepseek_v3": _Family(_ROTARY, experts=True, latent=True),
     "kimi_k2": _Family(_ROTARY, experts=True, latent=True),
+    "glm4": _Family(_ROTARY, left_out=(_NORMED_AFTER,)),
     "glm4_moe": _Family(_ROTARY, experts=True),
     "gpt_oss": _Family({**_ROTARY, "biases": True}, experts=True, left_out=("attention sinks",)),
     "gemma": _Family({**_ROTARY, "tied": True}),
+    "gemma2": _Family({**_ROTARY, "tied": True}, left_out=(_NORMED_AFTER, "soft caps of scores and logits")),
+    "gemma3_text": _Family({**_NORMED, "tied": True}, left_out=(_NORMED_AFTER,)),
     "nemotron": _Family({**_ROTARY, "gated": False, "norm": "layer"}),
     "gpt2": _Family({}, sizes=_OF_GPT2),
     "bert": _Family({"causal": False}),
@@ -102,13 +115,16 @@ def model_types() -> list[str]:
 def configured(path: Path, tokens: int | None = None) -> Model:
     """Return the model of a configuration, or of a folder with a ``config.json``, for sequences of so many tokens.
 
-    Without ``tokens`` these are 4,096, or as many as it has positions. Raises DescriptionError, one line with the file
-    and the key.
+    Without ``tokens`` these are 4,096, or as many as it has positions. Of a model of text and images it is the text's.
+    Raises DescriptionError, one line with the file and the key.
     """
     file = path / _FILE if path.is_dir() else path
     config = _Config(_parsed(file), str(file))
+    beside: tuple[str, ...] = ()
+    if str(config("model_type")) not in _FAMILIES and isinstance(config("text_config"), dict):
+        config, beside = _Config(config("text_config"), f"{file}: text_config"), ("all but the text model",)
     kind = config.needed("model_type")
-    family = _FAMILIES.get(kind) if isinstance(kind, str) else None
+    family = _FAMILIES.get(str(kind))
     if family is None:
         known = nearest(str(kind), model_types())
         raise config.wrong("model_type", f"cannot be read, {known}; or describe it in YAML, for --model")
@@ -119,6 +135,7 @@ def configured(path: Path, tokens: int | None = None) -> Model:
         **sizes,
         **_switches(config, family.fixed),
         "max_positions": 0 if family.fixed.get("positions") else positions,
+        "window": _window(config),
         "mtp_layers": config.size("num_nextn_predict_layers", optional=True, least=0),
         "sequence": min(_TOKENS, positions),
         "sources": {"all": str(file)},
@@ -129,7 +146,7 @@ def configured(path: Path, tokens: int | None = None) -> Model:
         said |= _latent(config)
     found = described(Model, _name(file), said, str(file))
     found = found if tokens is None else found.of_sequence(tokens)
-    return found.model_copy(update={"left_out": (*family.left_out, *_left_out(config, found))})
+    return found.model_copy(update={"left_out": (*beside, *family.left_out, *_left_out(config, found))})
 
 
 class _Config:
@@ -204,7 +221,15 @@ def _switches(config: _Config, fixed: Mapping[str, Any]) -> dict[str, bool]:
         "tied": config.switch("tie_word_embeddings", fixed.get("tied", True)),
         "dropout": any(dropouts) if dropouts else fixed.get("dropout", True),
         "biases": fixed.get("biases", True) or everywhere,
+        "qk_norm": config.switch("use_qk_norm", fixed.get("qk_norm", False)),
     }
+
+
+def _window(config: _Config) -> int:
+    """Return the window of every second layer, if that is how the layers are."""
+    kinds = config.items("layer_types")
+    alternate = len(set(kinds[:2])) > 1 and all(kind == kinds[n % 2] for n, kind in enumerate(kinds))
+    return config.size("sliding_window", optional=True, least=0) if alternate else 0
 
 
 def _experts(config: _Config, layers: int, ffn: int) -> dict[str, Any]:
@@ -219,6 +244,8 @@ def _experts(config: _Config, layers: int, ffn: int) -> dict[str, Any]:
         "chosen": config.first(_CHOSEN),
         "ffn": inner,
         "shared_ffn": shared or inner * config.size("n_shared_experts", optional=True, least=0),
+        "groups": config.size("n_group", optional=True) or 1,
+        "chosen_groups": config.size("topk_group", optional=True) or 1,
         "layers": [n >= dense and n not in without and (n + 1) % step == 0 for n in range(layers)],
     }
 
@@ -236,12 +263,10 @@ def _left_out(config: _Config, model: Model) -> Iterator[str]:
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise DescriptionError(f"{config.where}: layer_types: has {kind!r}, which the planner does not describe")
-    if config.switch("use_qk_norm", False):
-        yield _NORMED
     for key, what in (("attention_bias", _BIASED), ("mlp_bias", "biases of the MLP")):
         if config.switch(key, False) and not model.biases:
             yield what
     window = config.size("sliding_window", optional=True, least=0)
     used = "sliding_attention" in kinds if kinds else config.switch("use_sliding_window", True)
-    if used and 0 < window < model.sequence:
+    if used and not model.window and 0 < window < model.sequence:
         yield f"sliding windows of {window:,} tokens (all attention is estimated in full)"

@@ -122,7 +122,8 @@ class PlannedRun(_Part):
 
     layout: layers of each part of the pipeline, where they are not even. bubble: share of an iteration in which a stage
     does not compute, on the mean. iterations_to_same_loss: times those of a run without late gradients (2bw), by which
-    runs are compared; samples_per_second does not count them. flags: those of ``evenpipe estimate``, beside
+    runs are compared; samples_per_second does not count them. logged_tflops_per_gpu: 10^12 operations/s as Megatron-LM
+    logs them. flags: those of ``evenpipe estimate``, beside
     model, cluster and framework.
     """
 
@@ -143,9 +144,11 @@ class PlannedRun(_Part):
     layout: tuple[int, ...] | None
     placement: Placement
     mfu: float
+    logged_tflops_per_gpu: float
     bubble: float
     iteration_ms: float
     samples_per_second: float
+    tokens_per_second_per_gpu: float
     iterations_to_same_loss: float = 1.0
     uncertainty: dict[str, float | str | None]
     memory_gib: float
@@ -223,9 +226,11 @@ def _planned(one: Planned, asked: Run) -> PlannedRun:
         layout=run.layout,
         placement=run.placement,
         mfu=estimate.mfu,
+        logged_tflops_per_gpu=estimate.logged_tflops,
         bubble=one.bubble,
         iteration_ms=estimate.iteration_ms,
         samples_per_second=estimate.samples_per_second,
+        tokens_per_second_per_gpu=estimate.tokens_per_second,
         iterations_to_same_loss=run.iterations,
         uncertainty=estimate.uncertainty._asdict(),
         memory_gib=one.most_bytes / 2**30,
