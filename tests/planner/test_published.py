@@ -200,7 +200,8 @@ def test_the_small_uncertainty_is_that_of_runs_like_the_published_ones(
         ("gpt3-96b", "4x8-a100-80gb", {"schedule": "kfkb"}, "under kfkb"),
         ("gpt3-96b", "4x8-a100-80gb", {"precision": "fp32", "attention": "unfused"}, "in fp32"),
         ("gpt2-2.2b", "1x8-v100-16gb", {"tensor": 1}, "on v100-16gb"),
-        ("mixtral-8x7b", "4x8-h100", {"recompute": "none"}, "with experts"),
+        ("mixtral-8x7b", "4x8-a100-80gb", {"recompute": "none"}, "with experts on a100-80gb"),
+        ("llama3-70b", "4x8-h100", {"quantized": "blockwise"}, "in blockwise"),
         ("bert-large", "4x8-a100-80gb", {"micro_batch": 1}, "of an encoder"),
     ],
 )

@@ -199,7 +199,7 @@ def test_long_sequences_are_divided_among_context_parallel_ranks() -> None:
     sizes = {"layers": 8, "hidden": 4096, "heads": 32, "vocabulary": 128256, "sequence": 131072}
     long = Model.model_validate({"name": "long", "tied": False, "positions": "rotary", **sizes})
     where = cluster("2x8-h100")
-    found = search(Question(long, where, 8, MEGATRON, ("1f1b",)))
+    found = search(Question(long, where, 8, MEGATRON, ("1f1b",), tensor=1))
     best = found.plans[0].run
     assert best.context > 1
     assert best.gpus == where.gpus

@@ -1,0 +1,139 @@
+"""Narrow products, ways to experts, CUDA graphs and recomputed modules: in flags, in time and in bytes."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenpipe.planner.arguments import Values, parse_flags
+from evenpipe.planner.descriptions import cluster, framework, model
+from evenpipe.planner.estimate import Estimate, Estimator
+from evenpipe.planner.features import add_features, features_of, flags_of
+from evenpipe.planner.quantized import Quantized
+from evenpipe.planner.run import Dispatcher, EstimateError, Graph, Module, Run
+
+DENSE = Run(64, tensor=4, stages=4, data=4, chunks=5, gradients_in_fp32=False)
+EXPERTS = Run(256, data=16, expert=16, expert_tensor=1, gradients_in_fp32=False)
+
+
+def dense(where: str = "8x8-h100", **changed: Any) -> Estimate:
+    return Estimator(model("llama3-70b"), cluster(where), framework("megatron"))(replace(DENSE, **changed))
+
+
+def experts(where: str = "2x8-h100", **changed: Any) -> Estimate:
+    return Estimator(model("qwen3-30b-a3b"), cluster(where), framework("megatron"))(replace(EXPERTS, **changed))
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "quantized": st.sampled_from([None, *get_args(Quantized)]),
+            "quantized_parameters": st.booleans(),
+            "quantized_attention": st.booleans(),
+            "user_buffers": st.booleans(),
+            "overlap_experts": st.booleans(),
+            "fused_experts": st.booleans(),
+            "dispatcher": st.sampled_from(get_args(Dispatcher)),
+            "graphs": st.lists(st.sampled_from(get_args(Graph)), unique=True).map(tuple),
+            "moment_bytes": st.sampled_from([1, 2, 4]),
+            "recomputed_modules": st.lists(st.sampled_from(get_args(Module)), unique=True, min_size=1).map(tuple),
+        }
+    )
+)
+def test_flags_say_what_they_are_made_of(features: dict[str, Any]) -> None:
+    """By this parser of a few flags, and by a command's options, whose absent ones are None."""
+    words = [word for flag in flags_of(Run(1, recompute="selective", **features)) for word in flag]
+    read, unknown = parse_flags(words)
+    assert not unknown
+    options = ArgumentParser()
+    add_features(options)
+    given_alone = [word for word in words if word != "--use-precision-aware-optimizer"]
+    for namespace in (read, options.parse_args(given_alone)):
+        assert {"recomputed_modules": ("core_attn",)} | features_of(Values(namespace)) == features
+
+
+@pytest.mark.parametrize(
+    ("changed", "where", "said"),
+    [
+        ({"quantized": "tensorwise"}, "8x8-a100-80gb", "quantized=tensorwise: a100-80gb has no fp8"),
+        ({"quantized": "nvfp4"}, "8x8-h100", "quantized=nvfp4: h100 has no fp4"),
+        ({"quantized": "nvfp4", "quantized_parameters": True}, "8x8-b200", "weights are not kept in nvfp4"),
+        ({"quantized": "mxfp8", "precision": "fp32"}, "8x8-b200", "not fp32"),
+        ({"quantized_attention": True}, "8x8-h100", "quantized_attention: nothing is quantized"),
+    ],
+)
+def test_what_a_device_cannot_compute_is_told(changed: dict[str, Any], where: str, said: str) -> None:
+    with pytest.raises(EstimateError, match=said):
+        dense(where, **changed)
+
+
+@pytest.mark.parametrize("quantized", get_args(Quantized))
+def test_narrow_products_are_faster_and_keep_less(quantized: Quantized) -> None:
+    found, wide = dense("8x8-b200", quantized=quantized), dense("8x8-b200")
+    assert 0.3 < found.iteration_ms / wide.iteration_ms < 0.8
+    assert all(
+        one.bytes.activations < other.bytes.activations for one, other in zip(found.stages, wide.stages, strict=True)
+    )
+    # Beside bf16 weights there are quantized ones; kept instead of them, they take less on Blackwell, unless both ways.
+    assert all(one.bytes.weights > other.bytes.weights for one, other in zip(found.stages, wide.stages, strict=True))
+
+
+def test_weights_in_fp8_are_half_as_large_where_they_are_kept_once() -> None:
+    once, twice = (
+        dense(where, quantized="tensorwise", quantized_parameters=True) for where in ("8x8-b200", "8x8-h100")
+    )
+    wide = dense()
+    middle = 1  # has no embedding and no head, which stay in bf16
+    assert once.stages[middle].bytes.weights == pytest.approx(wide.stages[middle].bytes.weights / 2, rel=0.001)
+    assert twice.stages[middle].bytes.weights == pytest.approx(wide.stages[middle].bytes.weights, rel=0.001)
+
+
+def test_a_dispatcher_that_sends_a_copy_a_node_is_faster_across_nodes() -> None:
+    alltoall, deepep, beside = (
+        experts(**changed)
+        for changed in ({}, {"dispatcher": "deepep"}, {"dispatcher": "deepep", "overlap_experts": True})
+    )
+    assert beside.iteration_ms < deepep.iteration_ms < alltoall.iteration_ms
+
+
+def test_graphs_take_the_host_out_of_the_way() -> None:
+    """Before a dispatcher it waits for numbers of tokens, and nothing of its time is hidden."""
+    by_hand = experts().iteration_ms
+    some = experts(graphs=("attn", "moe_router")).iteration_ms
+    whole = experts(graphs=("full_iteration",), dispatcher="hybridep").iteration_ms
+    assert whole < some < by_hand
+    assert dense().iteration_ms == pytest.approx(dense(graphs=("attn", "mlp")).iteration_ms, rel=0.02)
+
+
+@pytest.mark.parametrize("module", ["layernorm", "moe_act", "moe"])
+def test_what_is_carried_out_again_costs_time_and_saves_bytes(module: Module) -> None:
+    kept, again = experts(), experts(recompute="selective", recomputed_modules=(module,))
+    assert again.iteration_ms > kept.iteration_ms
+    assert again.stages[0].bytes.activations < kept.stages[0].bytes.activations
+
+
+def test_the_whole_of_the_experts_is_more_than_their_activation() -> None:
+    saved = [
+        experts(recompute="selective", recomputed_modules=(module,)).stages[0].bytes.activations
+        for module in ("moe_act", "moe")
+    ]
+    assert saved[1] < saved[0]
+
+
+def test_moments_in_two_bytes_are_half_as_large() -> None:
+    wide, narrow = (dense(moment_bytes=size).stages[1].bytes.optimizer for size in (4, 2))
+    assert narrow == pytest.approx(wide * 8 / 12)
+
+
+def test_attention_with_a_window_computes_less() -> None:
+    of = model("llama3-8b").of_sequence(8192)
+    times = [
+        Estimator(one, cluster("1x8-h100"), framework("megatron"))(Run(8, stages=2, data=4)).iteration_ms
+        for one in (of, of.model_copy(update={"window": 512}))
+    ]
+    assert times[1] < times[0]
