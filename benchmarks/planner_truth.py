@@ -158,7 +158,7 @@ def _coverage(programs: estimators) -> dict[str, Any]:
 
 
 def _recipes() -> dict[str, Any]:
-    """NVIDIA's published iterations of 2025 and 2026, by constants fitted on all, or on all but a model's or source's."""
+    """NVIDIA's iterations of 2025 and 2026, by constants fitted on all, or on all but a model's or source's."""
     rows = [row for row in published() if row.seconds is not None]
     now = np.expm1(recipe_errors(rows))
     apart = {

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from evenpipe.planner.descriptions import Model, cluster
 from evenpipe.planner.estimate import estimate
 from evenpipe.planner.run import Run
-from evenpipe.planner.stage_bytes import ALLOCATOR_SLACK
+from evenpipe.planner.stage_bytes import slack
 
 from .tables import table
 
@@ -30,7 +30,7 @@ def golden_runs() -> list[GoldenRun]:
     for row in table("megatron_tests"):
         shown = estimate(_model(row), cluster(row["cluster"]), _run(row))
         held = shown.stages[-1].bytes
-        comes_and_goes = (held.activations + held.buffers) / ALLOCATOR_SLACK["none"]
+        comes_and_goes = (held.activations + held.buffers) / slack(shown.run)
         gib = (held.weights + held.gradients + held.optimizer + comes_and_goes) / 2**30
         longer = row["seconds"] / (shown.iteration_ms / 1e3) - 1
         name = f"7B t={row['t']} p={row['p']} v={row['v']} on {row['cluster']}"

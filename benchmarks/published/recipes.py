@@ -15,7 +15,7 @@ from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.kernels import FITTED, Calibration
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import Run
-from evenpipe.planner.stage_bytes import ALLOCATOR_SLACK, chunks_of, stage_states
+from evenpipe.planner.stage_bytes import chunks_of, slack, stage_states
 
 __all__ = ["Published", "layers", "published"]
 
@@ -58,10 +58,10 @@ class Published(NamedTuple):
         found = self.estimate(device=once)
         run, p = found.run, found.run.stages
         chunks = chunks_of(parts_of(self.model, run), Blocks(self.model, run))
-        slack, each = ALLOCATOR_SLACK[run.recompute], []
+        each = []
         for number, stage in enumerate(found.stages):
             held, step = stage.bytes, stage_states(chunks[number::p], run, 1, not once).step
-            comes_and_goes = max((held.activations + held.buffers) / slack, step)
+            comes_and_goes = max((held.activations + held.buffers) / slack(run), step)
             each.append(held.weights + held.gradients + held.optimizer + comes_and_goes)
         return max(each) / 2**30
 

@@ -221,6 +221,7 @@ _SWITCHES: Final = {
     "gradients-in-fp32": "gradients accumulated in 4 bytes",
     "overlap-gradients": "reduced beside the backward",
     "overlap-parameters": "gathered beside the forward",
+    "expandable-segments": "of PyTorch's allocator (PYTORCH_CUDA_ALLOC_CONF)",
     "overlap-collectives": "tensor-parallel collectives beside matrix products",
 }
 

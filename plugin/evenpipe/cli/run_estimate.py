@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -84,12 +85,19 @@ def _print(
         pipelined = pipelined._replace(schedule="1f1b")
     try:
         of = model_of(args, name, causal="bert" not in name.lower())
-        shown = Estimator(of, nodes, framework("megatron"))(run_of(args, pipelined, layout))
+        run = replace(run_of(args, pipelined, layout), expandable_segments=_expandable())
+        shown = Estimator(of, nodes, framework("megatron"))(run)
     except (FlagError, DescriptionError) as error:
         raise UsageError(str(error)) from error
     except EstimateError as error:
         raise UsageError(in_megatron(in_flags(error))) from error
     show(shown, of, nodes, arguments.json, in_megatron, *notes)
+
+
+def _expandable() -> bool:
+    """Return whether the allocator that the script would have gives back what fragments take."""
+    said = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    return "expandable_segments:true" in said.lower()
 
 
 def _unread(args: Namespace) -> list[str]:

@@ -95,14 +95,14 @@ def _unfused(model: Model, run: Run) -> Iterator[str]:
 def _pressure(cluster: Cluster, run: Run, held: Sequence[StageBytes], working_bytes: float) -> Iterator[str]:
     have = cluster.device.memory_gib
     most = max(stage.total for stage in held) / _GIB
-    segments = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    segments = "" if run.expandable_segments else "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or "
     if have * (1 - _NEAR) < most <= have:
         yield (
-            f"memory pressure: {have - most:.1f} of {have:.1f} GiB are left, which fragments may take: {segments}, or "
+            f"memory pressure: {have - most:.1f} of {have:.1f} GiB are left, which fragments may take: {segments}"
             "recompute more"
         )
-    smaller = f", or give a smaller --micro-batch-size than {run.micro_batch}" if run.micro_batch > 1 else ""
-    if working_bytes / _GIB > _COMES_AND_GOES * have:
+    smaller = f"give a smaller --micro-batch-size than {run.micro_batch}" if run.micro_batch > 1 else "recompute more"
+    if working_bytes / _GIB > _COMES_AND_GOES * have and not run.expandable_segments:
         yield (
             f"memory pressure: {working_bytes / _GIB:.1f} GiB come and go with each micro-batch's backward; PyTorch "
             f"may empty its cache again and again, and take a third longer: {segments}{smaller}"

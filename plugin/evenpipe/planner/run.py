@@ -47,9 +47,9 @@ class Run:
     ``global_batch``; ``context`` and ``expert`` divide the sequence and the experts, the latter among data-parallel and
     context-parallel ranks. What is None is the framework's, and ``of`` fills it in.
 
-    recompute: nothing, the core of attention ("selective"), or whole layers. layout: layers of each part of the
-    pipeline (stage, or model chunk in the order of the model); even, if left out. synchronous_transfers: evictions
-    are waited for. message_ms: what a message between neighbours takes, where that has been measured. placement: what
+    expandable_segments: the allocator's option of that name. recompute: nothing, the core of attention ("selective"),
+    or whole layers. layout: layers of each part of the pipeline (stage, or model chunk in the order of the model);
+    even, if left out. synchronous_transfers: evictions are waited for. message_ms: what a message between neighbours takes, where that has been measured. placement: what
     is next to each other after tensor and context ranks: the replicas of a stage, as Megatron has it (PipeDream-2BW
     §3.3), or a pipeline's stages (``--use-tp-pp-dp-mapping``; BPipe §3.5 puts pipelines before replicas).
     quantized: how operands of linear layers' products are, in fewer bits than ``precision`` has; not, if left out.
@@ -90,6 +90,7 @@ class Run:
     blocking: tuple[str, ...] | None = None
     divided_messages: bool | None = None
     one_queue: bool | None = None
+    expandable_segments: bool | None = None
     message_ms: float | None = None
     placement: Placement = "replicas"
     quantized: Quantized | None = None

@@ -130,7 +130,7 @@ class Framework(Described):
     beside compute. hand_over_us: what a stage waits for the host in a hand-over to a neighbour. blocking: schedules
     in which a stage computes nothing during a hand-over; in others, messages travel beside compute. divided_messages:
     each tensor-parallel rank sends its part of a hand-over, also without sequence parallelism. one_queue: it demands
-    CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism.
+    CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism. expandable_segments: of PyTorch's allocator.
     """
 
     precision: Precision
@@ -145,6 +145,7 @@ class Framework(Described):
     blocking: tuple[str, ...] = Field(strict=False)
     divided_messages: bool
     one_queue: bool = False
+    expandable_segments: bool = False
 
 
 class Experts(Values):
