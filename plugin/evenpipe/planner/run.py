@@ -49,9 +49,10 @@ class Run:
 
     expandable_segments: the allocator's option of that name. recompute: nothing, the core of attention ("selective"),
     or whole layers. layout: layers of each part of the pipeline (stage, or model chunk in the order of the model);
-    even, if left out. synchronous_transfers: evictions are waited for. message_ms: what a message between neighbours takes, where that has been measured. placement: what
-    is next to each other after tensor and context ranks: the replicas of a stage, as Megatron has it (PipeDream-2BW
-    §3.3), or a pipeline's stages (``--use-tp-pp-dp-mapping``; BPipe §3.5 puts pipelines before replicas).
+    even, if left out. synchronous_transfers: evictions are waited for. message_ms: what a message between neighbours
+    takes, where that has been measured. placement: what is next to each other after tensor and context ranks: the
+    replicas of a stage, as Megatron has it (PipeDream-2BW §3.3), or a pipeline's stages (``--use-tp-pp-dp-mapping``;
+    BPipe §3.5 puts pipelines before replicas).
     quantized: how operands of linear layers' products are, in fewer bits than ``precision`` has; not, if left out.
     quantized_parameters: weights are kept and gathered that way, beside fp32 ones (``--fp8-param-gather``).
     quantized_attention: fused attention computes in FP8. user_buffers: ``--tp-comm-overlap``.
