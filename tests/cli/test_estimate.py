@@ -8,7 +8,8 @@ import pytest
 
 from evenpipe.cli.main import main
 
-PLAN = ["estimate", "--model", "gpt3-96b", "--cluster", "4x8-a100-80gb"]
+WHERE = ["estimate", "--model", "gpt3-96b", "--cluster", "4x8-a100-80gb"]
+PLAN = [*WHERE, "--framework", "megatron-v3"]  # the paper's
 SIZES = ["--tensor-parallel", "4", "--stages", "8", "--micro-batch-size", "2", "--global-batch-size", "128"]
 
 
@@ -48,6 +49,21 @@ def test_other_spellings_are_the_same(capsys: pytest.CaptureFixture[str]) -> Non
         ]
     )
     assert capsys.readouterr().out == one
+
+
+@pytest.mark.parametrize(
+    ("cluster", "settings"),
+    [("4x8-a100-80gb", ["bf16", "--attention", "flash"]), ("4x8-v100-16gb", ["fp16", "--attention", "unfused"])],
+)
+def test_unsaid_settings_are_those_of_today_s_megatron_on_that_gpu(
+    cluster: str, settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not those that the model's paper trained with."""
+    shown = []
+    for said in ([], ["--framework", "megatron", "--precision", *settings]):
+        main([*WHERE[:-1], cluster, *SIZES, *said, "--json"])
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,16 @@ from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import Attention, EstimateError, Placement, Recompute, Run
 from evenpipe.settings.spelling import in_flags
 
-__all__ = ["MODEL_HELP", "add_to", "add_what_and_where", "framework_named", "known_names", "model_and_cluster", "show"]
+__all__ = [
+    "MODEL_HELP",
+    "add_to",
+    "add_what_and_where",
+    "computed_in",
+    "framework_named",
+    "known_names",
+    "model_and_cluster",
+    "show",
+]
 
 MODEL_HELP: Final = "a name, or PATH.yaml[:NAME]"
 
@@ -39,7 +48,12 @@ def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
     group = parser.add_argument_group("what and where")
     group.add_argument("--model", required=True, metavar="NAME", help=MODEL_HELP)
     group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
-    group.add_argument("--framework", metavar="NAME", help=f"{' | '.join(names('frameworks'))} (default: the model's)")
+    group.add_argument(
+        "--framework",
+        default="megatron",
+        metavar="NAME",
+        help=f"{' | '.join(names('frameworks'))} (default: megatron, today's; megatron-v3, pipedream-2bw: the papers')",
+    )
     return group
 
 
@@ -48,9 +62,21 @@ def model_and_cluster(arguments: Namespace) -> tuple[Model, Cluster]:
     return _named("--model", model, arguments.model), _named("--cluster", cluster, arguments.cluster)
 
 
-def framework_named(arguments: Namespace) -> Framework | None:
-    """None where none is. Raises UsageError."""
-    return _named("--framework", framework, arguments.framework) if arguments.framework else None
+def framework_named(arguments: Namespace) -> Framework:
+    """Return the framework that is named. Raises UsageError."""
+    return _named("--framework", framework, arguments.framework)  # type: ignore[no-any-return]
+
+
+def computed_in(arguments: Namespace, nodes: Cluster) -> tuple[Precision | None, Attention | None]:
+    """Return the precision and the attention that are asked for; None is the framework's.
+
+    A GPU that computes no bf16 is older than Ampere, on which FlashAttention 2 does not run: there, without a word,
+    fp16 and in Megatron unfused attention.
+    """
+    if "bf16" in nodes.device.tflops:
+        return arguments.precision, arguments.attention
+    unfused: Attention | None = None if arguments.framework == "deepspeed" else "unfused"
+    return arguments.precision or "fp16", arguments.attention or unfused
 
 
 def _named(option: str, find: Callable[[str], Any], name: str) -> Any:
@@ -208,6 +234,7 @@ def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
                 "context × pipeline): choose these so that they do"
             )
         data = nodes.gpus // of_replica
+    precision, attention = computed_in(arguments, nodes)
     switches = {option.replace("-", "_"): getattr(arguments, option.replace("-", "_")) for option in _SWITCHES}
     return Run(
         global_batch=arguments.global_batch_size,
@@ -226,7 +253,7 @@ def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
         synchronous_transfers=arguments.synchronous_transfers,
         message_ms=arguments.message_ms,
         placement=arguments.placement,
-        precision=arguments.precision,
-        attention=arguments.attention,
+        precision=precision,
+        attention=attention,
         **switches,
     )
