@@ -83,7 +83,7 @@ def table(found: dict[str, Any]) -> str:
         elif why:
             ended.setdefault(why, []).append(part["part"])
     lines += [f"| {'; '.join(of)} | | {why} | |" for why, of in ended.items()]
-    return "\n".join([*lines, "", "Not checked:", "", *(f"- {line}" for line in unchecked(found["parts"]))])
+    return "\n".join([*lines, "", "Not checked:", "", *(f"- {line}" for line in unchecked([part for part in found["parts"] if part["rows"]]))])
 
 
 def unchecked(parts: Sequence[dict[str, Any]]) -> list[str]:
