@@ -83,7 +83,8 @@ def table(found: dict[str, Any]) -> str:
         elif why:
             ended.setdefault(why, []).append(part["part"])
     lines += [f"| {'; '.join(of)} | | {why} | |" for why, of in ended.items()]
-    return "\n".join([*lines, "", "Not checked:", "", *(f"- {line}" for line in unchecked([part for part in found["parts"] if part["rows"]]))])
+    left = unchecked([part for part in found["parts"] if part["rows"]])
+    return "\n".join([*lines, "", "Not checked:", "", *(f"- {line}" for line in left)])
 
 
 def unchecked(parts: Sequence[dict[str, Any]]) -> list[str]:
