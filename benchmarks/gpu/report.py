@@ -70,15 +70,21 @@ def table(found: dict[str, Any]) -> str:
         "| part | what | found | predicted |",
         "|---|---|---|---|",
     ]
+    ended: dict[str, list[str]] = {}  # parts that found nothing, by why
     for part in found["parts"]:
         groups: dict[tuple[str, str], list[str]] = {}
         for row in part["rows"]:
             values = f"{_text(row['value'])} {row.get('unit', '')}".strip(), _text(row.get("predicted", ""))
             groups.setdefault(values, []).append(row["what"])
         lines += [f"| {part['part']} | {'; '.join(of)} | {value} | {other} |" for (value, other), of in groups.items()]
-        if part["why"]:
-            lines.append(f"| {part['part']} | | {part['status']}: {part['why'].replace('|', '/')} | |")
-    return "\n".join([*lines, "", "Not checked:", "", *(f"- {line}" for line in unchecked(found["parts"]))])
+        why = f"{part['status']}: {part['why'].replace('|', '/')}" if part["why"] else ""
+        if why and part["rows"]:
+            lines.append(f"| {part['part']} | | {why} | |")
+        elif why:
+            ended.setdefault(why, []).append(part["part"])
+    lines += [f"| {'; '.join(of)} | | {why} | |" for why, of in ended.items()]
+    left = unchecked([part for part in found["parts"] if part["rows"]])
+    return "\n".join([*lines, "", "Not checked:", "", *(f"- {line}" for line in left)])
 
 
 def unchecked(parts: Sequence[dict[str, Any]]) -> list[str]:

@@ -10,7 +10,8 @@ import pytest
 
 from evenpipe.cli.main import main
 
-PLAN = ["estimate", "--model", "gpt3-96b", "--cluster", "4x8-a100-80gb"]
+WHERE = ["estimate", "--model", "gpt3-96b", "--cluster", "4x8-a100-80gb"]
+PLAN = [*WHERE, "--framework", "megatron-v3"]  # the paper's
 SIZES = ["--tensor-parallel", "4", "--stages", "8", "--micro-batch-size", "2", "--global-batch-size", "128"]
 
 
@@ -54,6 +55,21 @@ def test_other_spellings_are_the_same(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == one
 
 
+@pytest.mark.parametrize(
+    ("cluster", "settings"),
+    [("4x8-a100-80gb", ["bf16", "--attention", "flash"]), ("4x8-v100-16gb", ["fp16", "--attention", "unfused"])],
+)
+def test_unsaid_settings_are_those_of_today_s_megatron_on_that_gpu(
+    cluster: str, settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not those that the model's paper trained with."""
+    shown = []
+    for said in ([], ["--framework", "megatron", "--precision", *settings]):
+        main([*WHERE[:-1], cluster, *SIZES, *said, "--json"])
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     main([*PLAN, *SIZES, "--recompute", "selective"])
     shown = " ".join(capsys.readouterr().out.split())
@@ -64,7 +80,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 HF = {
-    "model_type": "qwen3",
+    "model_type": "qwen2",
     "num_hidden_layers": 8,
     "hidden_size": 256,
     "num_attention_heads": 4,
@@ -81,7 +97,7 @@ def test_a_configuration_of_hugging_face_is_estimated(capsys: pytest.CaptureFixt
     shown = capsys.readouterr()
     document = json.loads(shown.out)
     assert (document["fits"], shown.err) == (True, "")
-    assert "not described, so in no estimate or recipe: norms of queries and keys" in document["warnings"]
+    assert "not described, so in no estimate or recipe: biases of queries, keys and values" in document["warnings"]
     main([*asked, "--seq-length", "8192"])
     assert json.loads(capsys.readouterr().out)["iteration_ms"] > document["iteration_ms"]
     main([*asked[:-1], "--seq-length", "8192"])

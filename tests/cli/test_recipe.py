@@ -83,6 +83,46 @@ def test_a_configuration_of_hugging_face_is_written_and_checked(tmp_path, capsys
     assert "fits:" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "precision", "unfused"),
+    [
+        (["--model", "gpt3-96b", "--cluster", "4x8-a100-80gb", "--global-batch-size", "128"], "--bf16", False),
+        (["--model", "gpt3-13b", "--cluster", "1x8-h100", "--global-batch-size", "32", "--no-bpipe"], "--bf16", False),
+        ([*SMALL[:4], *FEW], "--fp16", True),
+    ],
+    ids=["of a paper with fp16", "fewer choices", "a GPU without bf16"],
+)
+def test_the_last_line_of_a_plan_writes_its_best_run(words, precision, unfused, tmp_path, capsys):
+    """With the plan's sizes, precision, attention and time; `--check` reads the same time from the written flags."""
+    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    main(["plan", *words, "--out", str(plan)])
+    command = capsys.readouterr().out.splitlines()[-1].split()
+    main([str(out) if word == "DIR" else word for word in command[1:]])
+    best = json.loads(plan.read_text())["plans"][0]
+    time = f"{best['iteration_ms']:,.0f} ms"
+    assert f"takes {time}" in capsys.readouterr().out
+    script = (out / "train.sh").read_text()
+    sizes = {
+        "tensor-model-parallel-size": "tensor_parallel",
+        "pipeline-model-parallel-size": "stages",
+        "micro-batch-size": "micro_batch_size",
+        "global-batch-size": "global_batch_size",
+    }
+    assert all(f"--{flag} {best[key]}" in script or best[key] == 1 for flag, key in sizes.items())
+    assert best["schedule"] in script or best["schedule"] == "interleaved" or best["stages"] == 1
+    assert precision in script
+    assert ("--attention-backend unfused" in script) == unfused  # flash attention is Transformer Engine's default
+    main(["recipe", "--check", str(out)])
+    assert time in capsys.readouterr().out
+
+
+def test_a_plan_that_no_recipe_starts_says_what_to_plan_instead(capsys):
+    words = ["plan", *SMALL[:4], "--global-batch-size", "32"]
+    for framework, said in (("megatron-v3", "plan for megatron or deepspeed"), ("deepspeed", "--tensor-parallel 1")):
+        main([*words, "--framework", framework])
+        assert said in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_nothing_is_written_over_without_force(tmp_path, capsys):
     (tmp_path / "train.sh").write_text("mine")
     words = ["gpt", *SMALL, *FEW, *MEGATRON, "--out", str(tmp_path)]

@@ -1,6 +1,6 @@
 """A pytest plugin for DeepSpeed's own tests: their pipeline engines get the section that EVENPIPE_SECTION holds.
 
-Without that variable they stay stock. How to run them: docs/deepspeed.md.
+Without that variable they stay stock. How to run them: CONTRIBUTING.md.
 """
 
 import functools

@@ -10,6 +10,7 @@ import pytest
 
 from tests import forked
 from tests.ports import free_port
+from tests.readme import commands_of
 
 pytestmark = pytest.mark.gate
 
@@ -29,7 +30,10 @@ def test_a_megatron_core_script_with_bpipe():
 
 
 def deepspeed_launcher(script):
-    return [Path(sys.executable).with_name("deepspeed"), "--num_gpus", "4", "--master_port", str(free_port()), script]
+    """The README's command, up to its configuration."""
+    [words] = commands_of("deepspeed")
+    assert words[-3:] == [script, "--deepspeed_config", "examples/deepspeed/bpipe.json"]
+    return [Path(sys.executable).with_name(words[0]), "--master_port", str(free_port()), *words[1:-2]]
 
 
 def forked_deepspeed(script):
@@ -45,7 +49,7 @@ def forked_deepspeed(script):
     ],
 )
 def test_pipeline_modules_of_deepspeed(start, script, configuration, peaks):
-    """With the flags in the README; one by DeepSpeed's launcher, with the whole command."""
+    """One by DeepSpeed's launcher, with the README's whole command."""
     pytest.importorskip("deepspeed")
     flags = ["--deepspeed_config", f"examples/deepspeed/{configuration}.json", "--iterations", "4"]
     run = subprocess.run(

@@ -99,3 +99,23 @@ def test_pictures_are_drawn_by_jobs():
     assert shown
     assert shown <= {job.picture for job in JOBS}
     assert all((ROOT / "docs" / name).exists() for name in shown)
+
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "patches/README.md", "recipes/README.md")]
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    shown = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in shown}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or target.suffix != ".md" or anchor in _anchors(target), link

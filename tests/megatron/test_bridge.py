@@ -26,7 +26,7 @@ from tests.ports import free_port  # noqa: E402
 PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
 
 bridge = pytest.mark.skipif(
-    not PYTHON, reason="MEGATRON_BRIDGE_PYTHON names no interpreter that has megatron-bridge (docs/megatron.md)"
+    not PYTHON, reason="MEGATRON_BRIDGE_PYTHON names no interpreter that has megatron-bridge (CONTRIBUTING.md)"
 )
 
 

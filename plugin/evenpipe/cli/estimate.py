@@ -40,6 +40,7 @@ __all__ = [
     "add_model",
     "add_to",
     "add_what_and_where",
+    "computed_in",
     "framework_named",
     "known_names",
     "model_and_cluster",
@@ -65,7 +66,12 @@ def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
     group.add_argument(
         "--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME][@NODESxGPUS]"
     )
-    group.add_argument("--framework", metavar="NAME", help=f"{' | '.join(names('frameworks'))} (default: the model's)")
+    group.add_argument(
+        "--framework",
+        default="megatron",
+        metavar="NAME",
+        help=f"{' | '.join(names('frameworks'))} (default: megatron, today's; megatron-v3, pipedream-2bw: the papers')",
+    )
     return group
 
 
@@ -89,9 +95,21 @@ def words_of(arguments: Namespace) -> list[str]:
     return [word for pair in pairs for word in pair]
 
 
-def framework_named(arguments: Namespace) -> Framework | None:
-    """None where none is. Raises UsageError."""
-    return _named("--framework", framework, arguments.framework) if arguments.framework else None
+def framework_named(arguments: Namespace) -> Framework:
+    """Return the framework that is named. Raises UsageError."""
+    return _named("--framework", framework, arguments.framework)  # type: ignore[no-any-return]
+
+
+def computed_in(arguments: Namespace, nodes: Cluster) -> tuple[Precision | None, Attention | None]:
+    """Return the precision and the attention that are asked for; None is the framework's.
+
+    A GPU that computes no bf16 is older than Ampere, on which FlashAttention 2 does not run: there, without a word,
+    fp16 and in Megatron unfused attention.
+    """
+    if "bf16" in nodes.device.tflops:
+        return arguments.precision, arguments.attention
+    unfused: Attention | None = None if arguments.framework == "deepspeed" else "unfused"
+    return arguments.precision or "fp16", arguments.attention or unfused
 
 
 def _named(option: str, find: Callable[[Any], Any], name: Any) -> Any:
@@ -260,6 +278,7 @@ def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
                 "context × pipeline): choose these so that they do"
             )
         data = nodes.gpus // of_replica
+    precision, attention = computed_in(arguments, nodes)
     switches = {option.replace("-", "_"): getattr(arguments, option.replace("-", "_")) for option in _SWITCHES}
     return Run(
         global_batch=arguments.global_batch_size,
@@ -278,8 +297,8 @@ def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
         synchronous_transfers=arguments.synchronous_transfers,
         message_ms=arguments.message_ms,
         placement=arguments.placement,
-        precision=arguments.precision,
-        attention=arguments.attention,
+        precision=precision,
+        attention=attention,
         expert_tensor=arguments.expert_tensor_parallel,
         **switches,
         **features_of(Values(arguments)),

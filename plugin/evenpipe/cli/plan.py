@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Final, get_args
 
@@ -16,6 +17,7 @@ from evenpipe.cli.estimate import (
     AS_IN_PAPERS,
     AS_LOGGED,
     add_what_and_where,
+    computed_in,
     framework_named,
     known_names,
     model_and_cluster,
@@ -26,13 +28,13 @@ from evenpipe.cli.values import output_file, picture_file, positive, sample_coun
 from evenpipe.deepspeed.section import OFFERS
 from evenpipe.planner.arguments import Values
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Framework, Model, Precision
-from evenpipe.planner.estimate import framework_of
-from evenpipe.planner.features import add_features, features_of
+from evenpipe.planner.features import add_features, features_of, flags_of
 from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Attention, EstimateError, Run
 from evenpipe.planner.search.plan import Plan, PlannedRun, brief, plan_of
 from evenpipe.planner.search.question import Engine, Question, weighed
 from evenpipe.planner.search.search import Found, search
 from evenpipe.planner.uncertainty import Uncertainty
+from evenpipe.recipes.recipe import FRAMEWORKS
 from evenpipe.report.figures import Front, Point, draw_front
 from evenpipe.report.files import write_atomically
 from evenpipe.schedule import ScheduleError, find, own
@@ -81,29 +83,24 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
 
 
-def question_from(
-    arguments: Namespace, of: Model, nodes: Cluster, named: Framework, started_by: Framework | None = None
-) -> Question:
-    """For the framework; ``started_by``: whose engine carries the runs out, where that is another."""
+def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
+    """Return what the options ask of a search, for the framework that they name. Raises UsageError."""
+    named = framework_named(arguments)
     schedules = arguments.schedules or weighed()
     for name in schedules:
         try:
             find(name)
         except ScheduleError as error:
             raise UsageError(f"--schedules {str(error).removeprefix('schedule=')}") from error
+    precision, attention = computed_in(arguments, nodes)
     return Question(
         of,
         nodes,
         arguments.global_batch_size,
-        engine_of(started_by or named),
+        engine_of(named),
         schedules,
         named,
-        Run(
-            global_batch=1,
-            precision=arguments.precision,
-            attention=arguments.attention,
-            **features_of(Values(arguments)),
-        ),
+        Run(global_batch=1, precision=precision, attention=attention, **features_of(Values(arguments))),
         arguments.bpipe,
         arguments.delayed or bool(arguments.schedules),
         arguments.tensor_parallel,
@@ -256,8 +253,28 @@ def _run(arguments: Namespace) -> None:
         print(document)
     else:
         show(plan, f"evenpipe estimate {shlex.join(words_of(arguments))}")
+        print(_recipe_of(arguments, question, plan.plans[0]))
+
+
+def _recipe_of(arguments: Namespace, question: Question, best: PlannedRun) -> str:
+    """Return the command that writes ``best`` as files; of what no recipe starts, why there is none."""
+    if arguments.framework not in FRAMEWORKS:
+        return f"no recipe starts {arguments.framework}: plan for {' or '.join(FRAMEWORKS)} to write files"
+    if arguments.framework == "deepspeed" and (best.tensor_parallel * best.context_parallel > 1 or best.stages == 1):
+        return "no recipe starts one stage or divided tensors in DeepSpeed: plan with --tensor-parallel 1 --stages P"
+    kind = "gpt" if question.model.causal else "bert"
+    words = ["evenpipe", "recipe", kind, *words_of(arguments)]
+    words += ["--global-batch-size", str(arguments.global_batch_size)]
+    for name in SEARCHED:
+        given = getattr(arguments, name)
+        text = ",".join(given) if isinstance(given, tuple) else str(given)
+        words += [f"--{name.replace('_', '-')}", text] if given is not None else []
+    words += [word for flag in flags_of(replace(question.asked, recompute="selective")) for word in flag]
+    words += ["--no-bpipe"] * (not arguments.bpipe) + ["--delayed"] * arguments.delayed
+    launcher = "slurm" if question.cluster.nodes > 1 else "torchrun"
+    return shlex.join([*words, "--launcher", launcher, "--out", "DIR"])
 
 
 def _question(arguments: Namespace) -> Question:
     of, nodes = model_and_cluster(arguments)
-    return question_from(arguments, of, nodes, framework_named(arguments) or framework_of(of, nodes))
+    return question_from(arguments, of, nodes)

@@ -18,9 +18,8 @@ from evenpipe.cli.values import sample_count
 from evenpipe.deepspeed.section import SectionError, section_of
 from evenpipe.planner.arguments import FlagError
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, cluster, framework
-from evenpipe.planner.estimate import Estimate, framework_of
+from evenpipe.planner.estimate import Estimate
 from evenpipe.planner.run import EstimateError, Run
-from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import search
 from evenpipe.recipes import Recipe, RecipeError, Settings
 from evenpipe.recipes.checking import Checked, check
@@ -236,15 +235,7 @@ def _planned(arguments: Namespace, of: Model, nodes: Cluster) -> tuple[Run, str]
         return run_of_plan(plan.plans[0]), plan.framework
     if arguments.global_batch_size is None:
         raise UsageError("--global-batch-size: how many samples has an iteration? Give that, or --plan PLAN.json")
-    question = _question(arguments, of, nodes)
-    best = search(question, 1).plans[0]
-    return best.run, question.of.name
-
-
-def _question(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
-    started_by = framework(arguments.framework)
     if arguments.framework == "deepspeed":
         refuse_divided("deepspeed", arguments.tensor_parallel or 1, arguments.context_parallel or 1)
         arguments.tensor_parallel = arguments.context_parallel = 1
-        return question_from(arguments, of, nodes, started_by)
-    return question_from(arguments, of, nodes, framework_of(of, nodes), started_by)
+    return search(question_from(arguments, of, nodes), 1).plans[0].run, arguments.framework

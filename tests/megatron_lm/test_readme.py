@@ -1,0 +1,35 @@
+"""The README's commands for Megatron-LM: each trains, or is estimated, with a small GPT on the CPU."""
+
+import sys
+
+import pytest
+
+from tests.megatron_lm.launch import gpt_flags, launch, start
+from tests.readme import commands_of
+
+COMMANDS = commands_of("megatron")
+SMALL = (*gpt_flags(4), "--pipeline-model-parallel-size", "2")
+
+
+def flags(words):
+    """Those behind the script; `auto` is given the memory that it cannot ask a CPU for."""
+    given = words[words.index("<your flags>") + 1 :]
+    return [*SMALL, *given, *(["--memory-gib", "1"] if "auto" in given else [])]
+
+
+@pytest.mark.parametrize("words", [words for words in COMMANDS if "torchrun" in words], ids=lambda words: words[-1])
+def test_a_run(megatron_lm, words):
+    deep = ("--pipeline-model-parallel-size", "4") if "--bpipe" in words else ()
+    run = launch(megatron_lm, "pretrain_gpt.py", 4 if deep else 2, [*flags(words), *deep])
+    assert len([line for line in run.lines if line.startswith("iteration")]) == 4
+    assert "[evenpipe] iteration 4 |" in run.output
+
+
+@pytest.mark.parametrize("words", [words for words in COMMANDS if "--estimate" in words], ids=lambda words: words[-1])
+def test_a_dry_run(megatron_lm, words):
+    script = words.index("pretrain_gpt.py") + 1
+    layers = ("--pipeline-model-parallel-size", "4")
+    job = start([sys.executable, "-m", *words[:script], *flags(words), *layers], megatron_lm)
+    output, _ = job.communicate(timeout=800)
+    assert job.returncode == 0, output[-3000:]
+    assert "1f1b with BPipe" in " ".join(output.split())
