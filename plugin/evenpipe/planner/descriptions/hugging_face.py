@@ -68,6 +68,7 @@ _ROTARY: Final = {
     "positions": "rotary",
     "tied": False,
 }
+_TIED: Final = {**_ROTARY, "tied": True}
 _NORMED: Final = "norms of queries and keys"
 _NORMED_AFTER: Final = "norms after attention and MLP"
 _BIASED: Final = "biases of queries, keys and values"
@@ -80,7 +81,7 @@ _FAMILIES: Final[Mapping[str, _Family]] = {
     "phi3": _Family(_ROTARY),
     "granite": _Family(_ROTARY),
     "granitemoe": _Family(_ROTARY, experts=True),
-    "smollm3": _Family(_ROTARY),
+    "smollm3": _Family(_TIED),
     "seed_oss": _Family(_ROTARY),
     "olmo2": _Family(_ROTARY, left_out=(_NORMED,)),
     "olmo3": _Family(_ROTARY, left_out=(_NORMED,)),
@@ -96,9 +97,9 @@ _FAMILIES: Final[Mapping[str, _Family]] = {
     "glm4": _Family(_ROTARY, left_out=(_NORMED_AFTER,)),
     "glm4_moe": _Family(_ROTARY, experts=True),
     "gpt_oss": _Family({**_ROTARY, "biases": True}, experts=True, left_out=("attention sinks",)),
-    "gemma": _Family({**_ROTARY, "tied": True}),
-    "gemma2": _Family({**_ROTARY, "tied": True}, left_out=(_NORMED_AFTER, "soft caps of scores and logits")),
-    "gemma3_text": _Family({**_ROTARY, "tied": True}, left_out=(_NORMED_AFTER, _NORMED)),
+    "gemma": _Family(_TIED),
+    "gemma2": _Family(_TIED, left_out=(_NORMED_AFTER, "soft caps of scores and logits")),
+    "gemma3_text": _Family(_TIED, left_out=(_NORMED_AFTER, _NORMED)),
     "nemotron": _Family({**_ROTARY, "gated": False, "norm": "layer"}),
     "gpt2": _Family({}, sizes=_OF_GPT2),
     "bert": _Family({"causal": False}),
