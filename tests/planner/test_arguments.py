@@ -51,6 +51,18 @@ def parameters(**changed: Any) -> float:
     return sum(parameters_of(part, Blocks(of, alone)).all for part in parts_of(of, alone)) / 1e9
 
 
+def test_flags_of_what_no_description_says_are_told() -> None:
+    assert model_of(args(), "own").left_out == ()
+    told = model_of(args(qk_layernorm=True, window_size=(127, 0), add_qkv_bias=True, add_bias_linear=False), "own")
+    assert told.left_out == (
+        "norms of queries and keys",
+        "biases of queries, keys and values",
+        "sliding windows (all attention is estimated in full)",
+    )
+    latent = {"multi_latent_attention": True, "q_lora_rank": 1536, "qk_layernorm": True}
+    assert model_of(args(**latent), "own").left_out == (), "norms of its low ranks are described"
+
+
 def test_a_model_that_has_a_description_has_the_same_by_its_flags() -> None:
     described = model("gpt3-96b")
     told = model_of(args(), "gpt3-96b")

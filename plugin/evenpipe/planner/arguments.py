@@ -216,12 +216,24 @@ def model_of(args: Namespace, name: str, causal: bool = True) -> Model:
         "causal": causal,
         "tied": not value("untie_embeddings_and_output_weights", False),
         "mtp_layers": value("mtp_num_layers", 0),
+        "left_out": _left_out(value),
     }
     if value("num_experts", 0):
         said["experts"] = _experts(value)
     if value("multi_latent_attention", False):
         said |= {"key_value_heads": 0, "latent": _latent(value)}
     return described(Model, name, said, "the flags")
+
+
+def _left_out(value: Values) -> tuple[str, ...]:
+    """Return what a layer has that no description says; latent attention has norms of its own."""
+    found = {
+        "norms of queries and keys": value("qk_layernorm", False) and not value("multi_latent_attention", False),
+        "biases of queries, keys and values": value("add_qkv_bias", False) and not value("add_bias_linear", True),
+        "gates of attention's output": value("attention_output_gate", False),
+        "sliding windows (all attention is estimated in full)": value("window_size", None),
+    }
+    return tuple(words for words, has in found.items() if has)
 
 
 def _experts(value: Values) -> dict[str, Any]:
