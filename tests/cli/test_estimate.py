@@ -97,7 +97,7 @@ def test_a_configuration_of_hugging_face_is_estimated(capsys: pytest.CaptureFixt
     shown = capsys.readouterr()
     document = json.loads(shown.out)
     assert (document["fits"], shown.err) == (True, "")
-    assert "not described, so in no estimate or recipe: biases of queries, keys and values" in document["warnings"]
+    assert "left out of the model's description: biases of queries, keys and values" in document["warnings"]
     main([*asked, "--seq-length", "8192"])
     assert json.loads(capsys.readouterr().out)["iteration_ms"] > document["iteration_ms"]
     main([*asked[:-1], "--seq-length", "8192"])

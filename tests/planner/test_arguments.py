@@ -51,6 +51,22 @@ def parameters(**changed: Any) -> float:
     return sum(parameters_of(part, Blocks(of, alone)).all for part in parts_of(of, alone)) / 1e9
 
 
+def test_flags_of_what_no_description_says_are_told() -> None:
+    assert model_of(args(), "own").left_out == ()
+    windowed = {"window_size": (128, 0), "add_qkv_bias": True, "add_bias_linear": False}
+    told = model_of(args(**windowed), "own")
+    assert told.left_out == (
+        "biases of queries, keys and values",
+        "sliding windows (all attention is estimated in full)",
+    )
+    latent = {"multi_latent_attention": True, "q_lora_rank": 1536, "qk_layernorm": True}
+    of = model_of(args(**latent), "own")
+    assert (of.left_out, of.qk_norm) == ((), False), "norms of its low ranks are described"
+    every_second = model_of(args(**windowed, window_attn_skip_freq=2, qk_layernorm=True), "own")
+    assert (every_second.window, every_second.qk_norm) == (128, True)
+    assert len(every_second.left_out) == 1
+
+
 def test_a_model_that_has_a_description_has_the_same_by_its_flags() -> None:
     described = model("gpt3-96b")
     told = model_of(args(), "gpt3-96b")

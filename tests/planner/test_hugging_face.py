@@ -161,6 +161,8 @@ def test_each_family_has_the_parameters_that_transformers_builds(kind: str, tmp_
     with torch.device("meta"):
         count = sum(one.numel() for one in built.from_config(config).parameters())
     found = configured(written(tmp_path, {**said, "model_type": kind}))
+    said.pop("tie_word_embeddings", None)
+    assert configured(written(tmp_path, {**said, "model_type": kind})).tied is config.tie_word_embeddings
     assert parameters(found) == pytest.approx(count, rel=1e-4 if kind != "bert" else 1e-3)
 
 

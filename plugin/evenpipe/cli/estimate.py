@@ -127,7 +127,7 @@ def known_names() -> str:
     )
 
 
-AS_LOGGED: Final = "as Megatron-LM logs it (causal attention halved)"
+AS_LOGGED: Final = "as Megatron-LM logs it (attention halved)"
 AS_IN_PAPERS: Final = "as papers count it (Korthikanti et al. 2022, not halved)"
 _GIB: Final = 2**30
 

@@ -64,7 +64,7 @@ def warnings_of(
 ) -> list[str]:
     """``times_ms``: forward and backward of each stage; ``working_bytes``: what the backward of a micro-batch takes."""
     found = [
-        *([f"not described, so in no estimate or recipe: {', '.join(model.left_out)}"] if model.left_out else []),
+        *([f"left out of the model's description: {', '.join(model.left_out)}"] if model.left_out else []),
         *_unfused(model, run),
         *_pressure(cluster, run, held, working_bytes),
         *_above(run, held),

@@ -172,6 +172,8 @@ def parse_flags(flags: Sequence[str]) -> tuple[Namespace, list[str]]:
     for name in _SWITCHES:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--disable-bias-linear", action="store_false", dest="add_bias_linear")
+    parser.add_argument("--window-size", type=lambda text: tuple(map(int, text.strip("()").split(","))))
+    parser.add_argument("--window-attn-skip-freq", type=int)
     add_features(parser)
     found, unknown = parser.parse_known_args(flags)
     if (frequency := getattr(found, "moe_layer_freq", "")).isdigit():
@@ -220,12 +222,31 @@ def model_of(args: Namespace, name: str, causal: bool = True) -> Model:
         "causal": causal,
         "tied": not value("untie_embeddings_and_output_weights", False),
         "mtp_layers": value("mtp_num_layers", 0),
+        "qk_norm": bool(value("qk_layernorm", False)) and not value("multi_latent_attention", False),
+        "window": _window(value),
+        "left_out": _left_out(value),
     }
     if value("num_experts", 0):
         said["experts"] = _experts(value)
     if value("multi_latent_attention", False):
         said |= {"key_value_heads": 0, "latent": _latent(value)}
     return described(Model, name, said, "the flags")
+
+
+def _window(value: Values) -> int:
+    """Return the tokens that every second layer's attention sees, if that is how layers alternate."""
+    size = value("window_size", None)
+    return int(size[0]) if size and value("window_attn_skip_freq", None) == 2 else 0
+
+
+def _left_out(value: Values) -> tuple[str, ...]:
+    """Return what a layer has that no description says."""
+    found = {
+        "biases of queries, keys and values": value("add_qkv_bias", False) and not value("add_bias_linear", True),
+        "gates of attention's output": value("attention_output_gate", False),
+        "sliding windows (all attention is estimated in full)": value("window_size", None) and not _window(value),
+    }
+    return tuple(words for words, has in found.items() if has)
 
 
 def _experts(value: Values) -> dict[str, Any]:

@@ -23,7 +23,7 @@ __all__ = ["Described", "described_by", "flag_groups", "kinds_of", "layout_of", 
 def flag_groups(recipe: Recipe) -> list[Group]:
     """In the order of the file; those that are empty are left out."""
     every = [
-        Group("MODEL", "The model.", _model(recipe.model)),
+        Group("MODEL", "The model.", _model(recipe.model, recipe.run)),
         Group("PARALLEL", "How the model and the batch are divided.", _parallel(recipe.model, recipe.run)),
         Group("EVENPIPE", "The schedule of the pipeline.", _evenpipe(recipe.run)),
         Group("MEMORY", "What is saved for the backward, and in which precision.", _memory(recipe.run)),
@@ -44,22 +44,23 @@ def layout_of(model: Model, run: Run) -> str | None:
     return "|".join([f"E{parts[0]}", *parts[1:-1], f"{parts[-1]}L"] if len(parts) > 1 else [f"E{parts[0]}L"])
 
 
-def _model(model: Model) -> tuple[Line, ...]:
+def _model(model: Model, run: Run) -> tuple[Line, ...]:
     grouped, rotary = model.key_value_heads != model.heads and not model.latent, model.positions == "rotary"
-    head = model.head_dim != model.hidden // model.heads and not model.latent
+    head, window = model.head_dim != model.hidden // model.heads and not model.latent, model.window > 0
     return lines(
         [
             [Flag("num-layers", model.layers), Flag("hidden-size", model.hidden), Flag("ffn-hidden-size", model.ffn)],
             [Flag("num-attention-heads", model.heads), head and Flag("kv-channels", model.head_dim)],
             [grouped and Flag("group-query-attention"), grouped and Flag("num-query-groups", model.key_value_heads)],
             [Flag("seq-length", model.sequence), Flag("max-position-embeddings", model.sequence)],
-            [rotary and Flag("position-embedding-type", "rope")],
+            [rotary and Flag("position-embedding-type", "rope"), model.qk_norm and Flag("qk-layernorm")],
+            [window and Flag("window-size", f"{model.window},0"), window and Flag("window-attn-skip-freq", 2)],
             [model.gated and Flag("swiglu"), model.norm == "rms" and Flag("normalization", "RMSNorm")],
             [not model.biases and Flag("disable-bias-linear")],
             [not model.tied and Flag("untie-embeddings-and-output-weights")],
             [not model.dropout and Flag("hidden-dropout", 0), not model.dropout and Flag("attention-dropout", 0)],
             *_latent(model),
-            *_experts(model),
+            *_experts(model, run),
             [model.mtp_layers > 0 and Flag("mtp-num-layers", model.mtp_layers)],
         ]
     )
@@ -76,16 +77,20 @@ def _latent(model: Model) -> list[Line]:
     ]
 
 
-def _experts(model: Model) -> list[Sequence[Flag | bool | None]]:
+def _experts(model: Model, run: Run) -> list[Sequence[Flag | bool | None]]:
     experts = model.experts
     if experts is None:
         return []
+    grouped = experts.groups > 1
     shared = experts.shared_ffn and Flag("moe-shared-expert-intermediate-size", experts.shared_ffn)
     return [
         [Flag("num-experts", experts.count), Flag("moe-router-topk", experts.chosen)],
         [Flag("moe-ffn-hidden-size", experts.ffn), shared or None],
         [_frequency(model)],
-        [Flag("moe-token-dispatcher-type", "alltoall"), Flag("moe-router-load-balancing-type", "aux_loss")],
+        [run.dispatcher == "alltoall" and Flag("moe-token-dispatcher-type", "alltoall")],
+        [grouped and Flag("moe-router-num-groups", experts.groups)],
+        [grouped and Flag("moe-router-group-topk", experts.chosen_groups)],
+        [Flag("moe-router-load-balancing-type", "aux_loss")],
         [Flag("moe-aux-loss-coeff", 0.01)],
     ]
 

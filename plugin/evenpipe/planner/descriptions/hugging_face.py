@@ -68,6 +68,7 @@ _ROTARY: Final = {
     "positions": "rotary",
     "tied": False,
 }
+_TIED: Final = {**_ROTARY, "tied": True}
 _NORMED: Final = {**_ROTARY, "qk_norm": True}
 _NORMED_AFTER: Final = "norms after attention and MLP"
 _BIASED: Final = "biases of queries, keys and values"
@@ -80,7 +81,7 @@ _FAMILIES: Final[Mapping[str, _Family]] = {
     "phi3": _Family(_ROTARY),
     "granite": _Family(_ROTARY),
     "granitemoe": _Family(_ROTARY, experts=True),
-    "smollm3": _Family(_ROTARY),
+    "smollm3": _Family(_TIED),
     "seed_oss": _Family(_ROTARY),
     "olmo2": _Family(_NORMED),
     "olmo3": _Family(_NORMED),
@@ -96,8 +97,8 @@ _FAMILIES: Final[Mapping[str, _Family]] = {
     "glm4": _Family(_ROTARY, left_out=(_NORMED_AFTER,)),
     "glm4_moe": _Family(_ROTARY, experts=True),
     "gpt_oss": _Family({**_ROTARY, "biases": True}, experts=True, left_out=("attention sinks",)),
-    "gemma": _Family({**_ROTARY, "tied": True}),
-    "gemma2": _Family({**_ROTARY, "tied": True}, left_out=(_NORMED_AFTER, "soft caps of scores and logits")),
+    "gemma": _Family(_TIED),
+    "gemma2": _Family(_TIED, left_out=(_NORMED_AFTER, "soft caps of scores and logits")),
     "gemma3_text": _Family({**_NORMED, "tied": True}, left_out=(_NORMED_AFTER,)),
     "nemotron": _Family({**_ROTARY, "gated": False, "norm": "layer"}),
     "gpt2": _Family({}, sizes=_OF_GPT2),
