@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -99,8 +100,9 @@ def test_the_last_line_of_a_plan_writes_its_best_run(words, precision, unfused, 
     command = capsys.readouterr().out.splitlines()[-1].split()
     main([str(out) if word == "DIR" else word for word in command[1:]])
     best = json.loads(plan.read_text())["plans"][0]
-    time = f"{best['iteration_ms']:,.0f} ms"
-    assert f"takes {time}" in capsys.readouterr().out
+    # Within a thousandth: under EvenPipe's own 1F1B, which a recipe starts, hand-overs travel beside compute.
+    time = pytest.approx(best["iteration_ms"], rel=1e-3, abs=1)
+    assert milliseconds(capsys.readouterr().out) == time
     script = (out / "train.sh").read_text()
     sizes = {
         "tensor-model-parallel-size": "tensor_parallel",
@@ -113,7 +115,11 @@ def test_the_last_line_of_a_plan_writes_its_best_run(words, precision, unfused, 
     assert precision in script
     assert ("--attention-backend unfused" in script) == unfused  # flash attention is Transformer Engine's default
     main(["recipe", "--check", str(out)])
-    assert time in capsys.readouterr().out
+    assert milliseconds(capsys.readouterr().out) == time
+
+
+def milliseconds(printed):
+    return float(re.search(r"([\d,]+) ms", printed)[1].replace(",", ""))
 
 
 def test_a_plan_that_no_recipe_starts_says_what_to_plan_instead(capsys):

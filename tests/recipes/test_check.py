@@ -74,7 +74,7 @@ def test_code_that_the_checked_files_name_is_not_executed(tmp_path, capsys):
 
 EDITED = [
     ("--micro-batch-size 2", "--micro-batch-size 8", "too few"),
-    (" --bpipe", "", "stage 0 needs"),
+    ("--recompute-granularity selective", "", "stage 0 needs"),
     ("--num-layers 80", "--num-layers 81", "81 layers do not divide by 8 parts"),
     ("--global-batch-size 128", "--global-batch-size 127", "--global-batch-size 127: is no multiple of 2"),
     ("--tensor-model-parallel-size 4", "--tensor-model-parallel-size 3", "into which 32 do not divide"),

@@ -10,7 +10,6 @@ import tempfile
 import traceback
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -85,8 +84,7 @@ def _print(
         pipelined = pipelined._replace(schedule="1f1b")
     try:
         of = model_of(args, name, causal="bert" not in name.lower())
-        run = replace(run_of(args, pipelined, layout), expandable_segments=_expandable())
-        shown = Estimator(of, nodes, framework("megatron"))(run)
+        shown = Estimator(of, nodes, framework("megatron"))(run_of(args, pipelined, layout, _expandable()))
     except (FlagError, DescriptionError) as error:
         raise UsageError(str(error)) from error
     except EstimateError as error:

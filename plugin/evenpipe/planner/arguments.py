@@ -282,11 +282,13 @@ class Pipelined(NamedTuple):
     group_size: int = 1
 
 
-def run_of(args: Namespace, pipelined: Pipelined, layout: Sequence[Sequence[str]] | None = None) -> Run:
+def run_of(
+    args: Namespace, pipelined: Pipelined, layout: Sequence[Sequence[str]] | None = None, expandable: bool = False
+) -> Run:
     """From arguments that Megatron has validated. ``layout``: the kinds of layers of each part, by name, if given.
 
     With EvenPipe's schedules hand-overs travel beside compute, with Megatron's own as `--overlap-p2p-communication`
-    has it.
+    has it. ``expandable``: whether its environment gives PyTorch's allocator expandable segments.
     """
     value = Values(args)
     stages, chunks = value("pipeline_model_parallel_size", 1), value("virtual_pipeline_model_parallel_size", None) or 1
@@ -329,6 +331,7 @@ def run_of(args: Namespace, pipelined: Pipelined, layout: Sequence[Sequence[str]
         fused_softmax=bool(value("masked_softmax_fusion", True)),
         blocking=waits,
         placement="pipeline" if value("use_tp_pp_dp_mapping", False) else "replicas",
+        expandable_segments=expandable,
         **features_of(value),
     )
 

@@ -223,7 +223,7 @@ def _described(
         of, run = deepspeed.described_by(flags, about.model.name, configuration, section(configuration), nodes.gpus)
         return of, run, []
     causal, vocabulary = about.model.causal, about.model.vocabulary
-    found = megatron.described_by(flags, about.model.name, causal, nodes.gpus, vocabulary)
+    found = megatron.described_by(flags, about.model.name, causal, nodes.gpus, vocabulary, expandable=True)
     return found.model, found.run, found.unread
 
 

@@ -101,7 +101,8 @@ def convert(line: Line, nodes: Cluster) -> Converted:
     if line.of_deepspeed:
         return Converted(line, with_evenpipe(line, ()))
     name = PurePath(line.script).name
-    found = described_by(line.flags, name, "bert" not in name.lower(), nodes.gpus)
+    expandable = any("expandable_segments:true" in word.lower() for word in line.before)
+    found = described_by(line.flags, name, "bert" not in name.lower(), nodes.gpus, expandable=expandable)
     if found.settings.active:
         raise RecipeError(
             "--from-flags: EvenPipe's flags are in this line already: put `-m evenpipe run` before the script"

@@ -244,8 +244,10 @@ class Described(NamedTuple):
     unread: list[str]
 
 
-def described_by(flags: Sequence[str], name: str, causal: bool, gpus: int, vocabulary: int | None = None) -> Described:
-    """``vocabulary``: where no flag says it. Raises FlagError, one line, DescriptionError for a model that is none."""
+def described_by(
+    flags: Sequence[str], name: str, causal: bool, gpus: int, vocabulary: int | None = None, expandable: bool = False
+) -> Described:
+    """``vocabulary``: where no flag says it. ``expandable``: as `run_of` has it. Raises FlagError, one line, DescriptionError for a model that is none."""
     settings, left = settings_of(flags)
     args, unread = parse_flags(left)
     if vocabulary is not None and not hasattr(args, "vocab_size"):
@@ -256,7 +258,7 @@ def described_by(flags: Sequence[str], name: str, causal: bool, gpus: int, vocab
     if settings.active:
         group = 1 if settings.group_size == "auto" else settings.group_size
         pipelined = Pipelined(settings.schedule or "1f1b", settings.bpipe, group)
-    run = run_of(args, pipelined, layout)
+    run = run_of(args, pipelined, layout, expandable)
     return Described(of, run, settings, [word for word in unread if word.startswith("--")])
 
 
