@@ -109,8 +109,7 @@ def test_a_batch_has_a_limit(command: str, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "COMMAND"),
-        (["frobnicate"], "'frobnicate'"),
+        (["frobnicate"], "frobnicate: unknown command, choose one of schedule, simulate, "),
         (["schedule"], "--schedule"),
         (["simulate", "--schedule", "1f1b", "--micro-batches", "4"], "--stages"),
     ],
@@ -118,6 +117,42 @@ def test_a_batch_has_a_limit(command: str, capsys: pytest.CaptureFixture[str]) -
 def test_incomplete_command_lines(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal(capsys, *argv)
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["pla"], "evenpipe: error: pla: unknown command, did you mean plan?"),
+        (["--jsn", "plan"], "evenpipe: error: --jsn: unknown option: a command's own go after it"),
+        (["plan", "--modle", "x"], "evenpipe plan: error: --modle: unknown option, did you mean --model?"),
+        (["plan", "--modle=x"], "evenpipe plan: error: --modle: unknown option, did you mean --model?"),
+        (["schedule", "1f1b"], "evenpipe schedule: error: 1f1b: unexpected argument"),
+        (["run", "--cpuu", "x.py"], "evenpipe run: error: --cpuu: unknown option, did you mean --cpu?"),
+        (["run", "--num-layers", "4", "x.py"], "--num-layers: unknown option: the script's own go after it"),
+        (["partition", "--megatron", "--num-layers", "4"], "Megatron's go after --, with --megatron"),
+        (["recipe", "gtp"], "evenpipe recipe: error: gtp: unknown, did you mean gpt?"),
+        (["estimate", "--precision", "bf61"], "--precision bf61: unknown, did you mean bf16?"),
+        (["costs", "T.json", "--placement", "zigzag"], "--placement zigzag: unknown, choose one of straight, "),
+    ],
+)
+def test_an_unknown_word_is_answered_by_its_command(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An option of a sub-command was once refused by ``evenpipe`` itself, or the missing ones were named instead."""
+    assert said in refusal(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "missing"),
+    [
+        ([], "evenpipe: error: missing COMMAND (see evenpipe --help)\n"),
+        (["plan", "--model", "gpt3-96b"], "missing --cluster NAME, --global-batch-size G (see evenpipe plan --help)\n"),
+        (["report"], "missing RUN.json, --html OUT.html (see evenpipe report --help)\n"),
+        (["run"], "missing SCRIPT (see evenpipe run --help)\n"),
+    ],
+)
+def test_only_what_is_missing_is_named(argv: list[str], missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, *argv).endswith(missing)
 
 
 def test_a_disk_error_while_writing_is_one_line(

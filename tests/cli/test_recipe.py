@@ -10,7 +10,7 @@ import pytest
 from evenpipe.cli.main import main
 
 SMALL = ["--model", "gpt2-355m", "--cluster", "1x8-v100-16gb", "--precision", "fp16"]
-FEW = ["--global-batch-size", "32", "--schedules", "1f1b", "--stages", "4"]
+FEW = ["--global-batch-size", "32", "--schedule", "1f1b", "--stages", "4"]
 MEGATRON = ["--framework", "megatron", "--launcher", "torchrun"]
 
 
@@ -70,11 +70,11 @@ REFUSED = {
     "no such release": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "release=0.13"], "0.14 to 0.19"),
     "BERT without data": (["bert", *BERT, *MEGATRON, "-s", "data=mock"], "no mock data"),
     "interleaved by DeepSpeed": (
-        ["gpt", *SMALL, "--global-batch-size", 32, "--schedules", "interleaved", "--framework", "deepspeed"],
+        ["gpt", *SMALL, "--global-batch-size", 32, "--schedule", "interleaved", "--framework", "deepspeed"],
         "choose of",
     ),
     "model parallelism under DeepSpeed": (
-        ["gpt", *SMALL, *FEW, "--schedules", "2bw", "--tensor-parallel", 2, "--framework", "deepspeed"],
+        ["gpt", *SMALL, *FEW, "--schedule", "2bw", "--tensor-parallel", 2, "--framework", "deepspeed"],
         "plan with --tensor-parallel 1, or use --framework megatron",
     ),
     "experts under DeepSpeed": (

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from importlib import import_module
+from itertools import takewhile
 
 from evenpipe import __version__
 from evenpipe.cli.parser import COMMANDS, Parser, UsageError, list_commands
@@ -36,16 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    parser = Parser("evenpipe", description="Pipeline parallelism with level memory and fewer bubbles.")
+    about = "Pipeline parallelism with level memory and fewer bubbles."
+    parser = Parser("evenpipe", description=about, beyond="a command's own go after it")
     parser.add_argument("--version", action="version", version=f"evenpipe {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    before = list(takewhile(lambda word: word.startswith("-"), words))
+    name = None if before else next(iter(words), None)
     # `run` is started in every process of a job: it must not wait for what other commands import.
-    name = next((word for word in words if not word.startswith("-")), None)
     if name in COMMANDS:
         import_module(f"evenpipe.cli.{name}").add_to(commands)
     else:
         list_commands(commands)
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(before or words)
     status = None
     try:
         with _text_beside(arguments):

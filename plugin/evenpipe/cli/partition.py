@@ -15,7 +15,7 @@ from rich.table import Table
 
 from evenpipe.cli.parser import Commands, Parser, UsageError, add_command
 from evenpipe.cli.partition_shown import front_table, plan_table, ways_to_cut
-from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_file, positive, write
+from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_file, positive, whole, write
 from evenpipe.partition.configurations import MODELS
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
@@ -138,7 +138,7 @@ def add_to(commands: Commands) -> None:
         "batch by the simulator (batch_ms, layers_batch_ms with layer cuts); with --max-batch, max_batch too. "
         "With --megatron, evenpipe.layout/1: the best --pipeline-model-parallel-layout."
     )
-    parser = add_command(commands, "partition", epilog=document)
+    parser = add_command(commands, "partition", epilog=document, beyond="Megatron's go after --, with --megatron")
     _add_model(parser)
     _add_pipeline(parser)
     group = parser.add_argument_group("output")
@@ -189,7 +189,7 @@ def _add_model(parser: Parser) -> None:
 
 def _add_pipeline(parser: Parser) -> None:
     group = parser.add_argument_group("pipeline")
-    group.add_argument("--stages", type=int, metavar="N", help="pipeline stages")
+    group.add_argument("--stages", type=whole, metavar="N", help="pipeline stages")
     group.add_argument("--memory-gib", type=gibibytes, metavar="X", help="of each stage (default: the device's)")
     one = group.add_mutually_exclusive_group()
     one.add_argument("--schedule", metavar="NAME", help="what it is to run under; pipedream too (default 1f1b)")

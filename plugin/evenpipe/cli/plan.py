@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from argparse import SUPPRESS, ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Final, get_args
@@ -47,13 +47,14 @@ def engine_of(framework: Framework) -> Engine:
 
 
 #: Options that fix something of the runs that are searched, as attributes.
-SEARCHED = ("schedules", "tensor_parallel", "context_parallel", "stages", "micro_batch_size", "precision", "attention")
+SEARCHED = ("schedule", "tensor_parallel", "context_parallel", "stages", "micro_batch_size", "precision", "attention")
 
 
 def add_search_options(parser: ArgumentParser, title: str, description: str | None = None) -> _ArgumentGroup:
     """In a group of their own."""
     group = parser.add_argument_group(title, description)
-    group.add_argument("--schedules", type=_names, metavar="NAME,NAME", help=" | ".join(own()))
+    group.add_argument("--schedule", type=_names, metavar="NAME[,NAME...]", help=" | ".join(own()))
+    group.add_argument("--schedules", dest="schedule", type=_names, default=SUPPRESS, help=SUPPRESS)  # its older name
     group.add_argument("--no-bpipe", dest="bpipe", action="store_false", help="no run with BPipe")
     late = "also schedules whose gradients are a batch late (2bw), compared by the time to the same loss"
     group.add_argument("--delayed", action="store_true", help=late)
@@ -74,12 +75,12 @@ def question_from(
     arguments: Namespace, of: Model, nodes: Cluster, named: Framework, started_by: Framework | None = None
 ) -> Question:
     """For the framework; ``started_by``: whose engine carries the runs out, where that is another."""
-    schedules = arguments.schedules or weighed()
+    schedules = arguments.schedule or weighed()
     for name in schedules:
         try:
             find(name)
         except ScheduleError as error:
-            raise UsageError(f"--schedules {str(error).removeprefix('schedule=')}") from error
+            raise UsageError(f"--schedule {str(error).removeprefix('schedule=')}") from error
     return Question(
         of,
         nodes,
@@ -89,7 +90,7 @@ def question_from(
         named,
         Run(global_batch=1, precision=arguments.precision, attention=arguments.attention),
         arguments.bpipe,
-        arguments.delayed or bool(arguments.schedules),
+        arguments.delayed or bool(arguments.schedule),
         arguments.tensor_parallel,
         arguments.stages,
         arguments.micro_batch_size,

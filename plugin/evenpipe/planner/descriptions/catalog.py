@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -14,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from evenpipe.planner.descriptions.kinds import Cluster, Described, DescriptionError, Device, Framework, Model
+from evenpipe.schedule.nearest import nearest
 
 __all__ = [
     "cluster",
@@ -23,12 +23,13 @@ __all__ = [
     "framework",
     "model",
     "names",
-    "nearest",
     "node_of",
     "read_file",
 ]
 
 _Kind = TypeVar("_Kind", bound=Described)
+#: How alike a name is that may have been meant.
+_CLOSE: Final = 0.4
 _SIZED = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)-(.+)", re.ASCII)
 
 
@@ -92,24 +93,18 @@ def _found(room: str, name: str) -> tuple[str, str, Mapping[str, Any]]:
             raise DescriptionError(f"{path}: describes {', '.join(own)}: say which, as {path}:{next(iter(own))}")
         key = key or next(iter(own))
         if key not in own:
-            raise DescriptionError(f"{path}: no {key} among its {room}, {nearest(key, list(own))}")
+            raise DescriptionError(f"{path}: no {key} among its {room}, {nearest(key, own, _CLOSE)}")
         return path, key, own[key]
     sized = _SIZED.fullmatch(name) if room == "clusters" else None
     for wanted in (name, sized[3]) if sized else (name,):
         for file, found in entries(room).items():
             if wanted in found:
                 return file, wanted, found[wanted]
-    near = nearest(sized[3] if sized else name, names(room))
+    near = nearest(sized[3] if sized else name, names(room), _CLOSE)
     raise DescriptionError(f"{name}: unknown among {room}, {near}; or give a YAML file")
 
 
 Entries = Mapping[str, Mapping[str, Any]]
-
-
-def nearest(name: str, names: list[str]) -> str:
-    """Return what to say after an unknown name."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
 
 
 @cache
@@ -149,7 +144,7 @@ def _parsed(text: str, where: str, room: str) -> Entries:
         raise DescriptionError(f"{where}: has no {room}: write `{room}:`, and under it a name and what is said of it")
     unknown = [str(key) for key in document if key not in (room, "defaults")]
     if unknown:
-        raise DescriptionError(f"{where}: {unknown[0]}: unknown key, {nearest(unknown[0], [room, 'defaults'])}")
+        raise DescriptionError(f"{where}: {unknown[0]}: unknown key, {nearest(unknown[0], [room, 'defaults'], _CLOSE)}")
     defaults = document.get("defaults") or {}
     for name, said in [("defaults", defaults), *((f"{room}.{name}", one) for name, one in document[room].items())]:
         if not isinstance(said, dict):
@@ -174,7 +169,8 @@ def described(kind: type[_Kind], name: str, said: Mapping[str, Any], where: str)
         keys = [str(key) for key in fault["loc"]]
         path = ".".join([name, *keys])
         if fault["type"] == "extra_forbidden":
-            raise DescriptionError(f"{where}: {path}: unknown key, {nearest(keys[-1], _keys(kind, keys))}") from None
+            hint = nearest(keys[-1], _keys(kind, keys), _CLOSE)
+            raise DescriptionError(f"{where}: {path}: unknown key, {hint}") from None
         message = fault["msg"].removeprefix("Value error, ")
         raise DescriptionError(f"{where}: {path}: {message[:1].lower()}{message[1:]}") from None
 
