@@ -173,7 +173,7 @@ from evenpipe.cli import main, schedule
 def out_of_files(*_):
     resource.setrlimit(resource.RLIMIT_NOFILE, (4, 4))
     [socket.socket() for _ in range(5)]
-schedule.Console = out_of_files
+schedule.console_of = out_of_files
 sys.exit(main.main(sys.argv[1:]))
 """
 

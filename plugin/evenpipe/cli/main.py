@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import signal
@@ -10,7 +11,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from importlib import import_module
+from io import TextIOWrapper
 from itertools import takewhile
+from typing import Final
 
 from evenpipe import __version__
 from evenpipe.cli.parser import COMMANDS, Parser, UsageError, list_commands
@@ -20,6 +23,9 @@ __all__ = ["main"]
 #: What goes wrong with a write, and with hardly anything else. Room for processes is looked at before they start.
 _OF_WRITING = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC)
 
+#: What is written where there are only ASCII characters.
+_ASCII: Final = {"×": "x", "–": "-", "→": "->", "−": "-", "…": "...", "·": "."}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and return its exit status.
@@ -27,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises SystemExit with status 2 on bad input, after one line on standard error; after Ctrl-C the status is 130.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    _write_what_can_be_written()
     try:
         return _run(words)
     except KeyboardInterrupt:
@@ -34,6 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print(" ".join(("evenpipe", *words[:1])) + ": stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _write_what_can_be_written() -> None:
+    """Have streams write another character where their encoding has none for one of ours, in place of an error."""
+    codecs.register_error("evenpipe", _instead)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="evenpipe")
+
+
+def _instead(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    written = (_ASCII.get(character, "?") for character in error.object[error.start : error.end])
+    return "".join(written), error.end
 
 
 def _run(words: list[str]) -> int:

@@ -11,10 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from evenpipe.cli.parser import UsageError
+from evenpipe.cli.shown import console_of
 from evenpipe.partition.code import StageCodeError, compare_stages, too_large, write_stages
 from evenpipe.partition.models import Example, ModelError, build, from_config, from_function
 from evenpipe.partition.profile import Profile, ProfileError
@@ -118,7 +118,7 @@ class Source:
                 reason = self._compare(draft, graph)
             if reason is not None:
                 note = f"note: the stages were not compared with the uncut model: {reason}"
-                Console(stderr=True).print(note, highlight=False, soft_wrap=True)
+                console_of(stderr=True).print(note, soft_wrap=True)
             write_stages(graph, profile, plan, path)
         except StageCodeError as error:
             raise UsageError(f"--out {path}: {error}") from error
@@ -251,7 +251,7 @@ def _one_line() -> Iterator[None]:
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """Gives what to call with what is done, how many of how many (0: not known); shown on standard error."""
-    console = Console(stderr=True)
+    console = console_of(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)

@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Final, get_args
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from evenpipe.cli.estimate import add_what_and_where, framework_named, known_names, model_and_cluster
 from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import output_file, picture_file, positive, sample_count, write
 from evenpipe.deepspeed.section import OFFERS
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Framework, Model, Precision
@@ -103,19 +100,14 @@ _GIB: Final = 2**30
 
 def show(plan: Plan, command: str) -> None:
     """Print the fastest runs, the ``command`` that says more of the first, and why others are not taken."""
-    console = Console()
+    console = console_of()
     console.print(
         f"{plan.model} on {plan.cluster} with {plan.framework}, at most {plan.global_batch_size} samples an iteration",
         style="bold",
-        highlight=False,
     )
     late = any(one.iterations_to_same_loss != 1 for one in plan.plans)
-    table = Table(
-        *("", "t", "p", "d", "b", "schedule", "recompute"),
-        *("GiB", "bubble", "MFU", "samples/s", *["to the same loss"] * late),
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    heads = (*("", "t", "p", "d", "b", "schedule", "recompute"), "GiB", "bubble", "MFU", "samples/s")
+    rows = []
     for number, one in enumerate(plan.plans, 1):
         sizes = (one.tensor_parallel, one.stages, one.data_parallel, one.micro_batch_size)
         row = [
@@ -128,39 +120,35 @@ def show(plan: Plan, command: str) -> None:
             f"{one.mfu:.1%}",
         ]
         to_loss = one.samples_per_second / one.iterations_to_same_loss
-        table.add_row(*map(str, row), f"{one.samples_per_second:.2f}", *[f"{to_loss:.2f}"] * late)
-    console.print(table)
+        rows.append((*map(str, row), f"{one.samples_per_second:.2f}", *[f"{to_loss:.2f}"] * late))
+    print_table(console, (*heads, *["to the same loss"] * late), rows, optional=("bubble", "MFU"))
     if late:
         console.print(
             f"to the same loss: 2bw needs {ITERATIONS_WITH_LATE_GRADIENTS - 1:.0%} more iterations (PipeDream-2BW "
             "§5.1), which the order of plans counts",
-            highlight=False,
             soft_wrap=True,
         )
-    console.print(
-        f"GiB of each stage, of {plan.device_gib:g} (×: so many stages in a row)", style="bold", highlight=False
-    )
+    console.print(f"GiB of each stage, of {plan.device_gib:g} (×: so many stages in a row)", style="bold")
     for number, one in enumerate(plan.plans, 1):
-        console.print(f"  {number}: {_memory(one)}", highlight=False, soft_wrap=True)
+        console.print(f"  {number}: {_memory(one)}", soft_wrap=True)
     best = plan.plans[0]
     if best.global_batch_size < plan.global_batch_size:
         console.print(
             f"batch: {best.global_batch_size} samples, the most that {best.data_parallel} replicas share alike"
         )
     sure = Uncertainty(**best.uncertainty)  # type: ignore[arg-type]
-    console.print(f"an iteration takes {best.iteration_ms:,.0f} ms ({sure}: {sure.meaning})", highlight=False)
-    console.print(f"{command} {best.flags}", soft_wrap=True, highlight=False)
+    console.print(f"an iteration takes {best.iteration_ms:,.0f} ms ({sure}: {sure.meaning})")
+    console.print(f"{command} {best.flags}", soft_wrap=True)
     for line in best.warnings:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     console.print("not taken", style="bold")
     for one_rejected in plan.rejected:
-        console.print(f"  {one_rejected.family}: {one_rejected.reason}", highlight=False, soft_wrap=True)
+        console.print(f"  {one_rejected.family}: {one_rejected.reason}", soft_wrap=True)
     runs = plan.runs
     console.print(
         f"{runs['weighed']:,} runs: {runs['too_large']:,} do not fit, {runs['slower']:,} are slower by their bounds, "
         f"{runs['simulated']:,} simulated",
         style="dim",
-        highlight=False,
     )
 
 

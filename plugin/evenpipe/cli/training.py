@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from evenpipe.cli.parser import UsageError
+from evenpipe.cli.shown import console_of
 from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.launch import StageFailed, Stopped, run_cases
@@ -73,11 +73,10 @@ def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[st
 @contextmanager
 def _progress(names: Sequence[str], iterations: int) -> Iterator[Callable[[Iteration], None]]:
     """Gives what to call after each iteration of a case; the cases are called `names`."""
-    console = Console(stderr=True)
+    console = console_of(stderr=True)
     if not console.is_terminal:
         yield lambda done: console.print(
             f"{names[done.case]}: iteration {done.iteration + 1}/{iterations}, {_found(done)}",
-            highlight=False,
             soft_wrap=True,
         )
         return
