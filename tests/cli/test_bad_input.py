@@ -1,7 +1,8 @@
-"""Bad input: status 2 and one line that names the argument and the remedy, nothing on standard output."""
+"""Bad input: status 2 and one line that names the argument and the remedy; with --json also as an object."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         main(argv)
     captured = capsys.readouterr()
     assert caught.value.code == 2
-    assert captured.out == ""
     assert captured.err.endswith("\n")
     assert captured.err.count("\n") == 1
+    if "--json" in argv:
+        assert json.loads(captured.out) == {"error": captured.err.partition(": error: ")[2].removesuffix("\n")}
+    else:
+        assert captured.out == ""
     return captured.err
 
 
@@ -140,6 +144,31 @@ def test_an_unknown_word_is_answered_by_its_command(
 ) -> None:
     """An option of a sub-command was once refused by ``evenpipe`` itself, or the missing ones were named instead."""
     assert said in refusal(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan", "--modle", "x", "--json"],
+        ["estimate", "--json", "--model", "gpt3-69b", "--cluster", "1x8-h100", "--global-batch-size", "8"],
+        ["schedule", *options({"--stages": "0"}), "--json"],
+        ["run", "--estimate", "--json", "/nowhere/pretrain_gpt.py"],
+    ],
+)
+def test_with_json_an_error_is_an_object(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    refusal(capsys, *argv)
+
+
+def test_json_among_the_flags_of_a_script_is_the_script_s(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "/nowhere/train.py", "--json"])
+    assert capsys.readouterr().out == ""
+
+
+def test_json_for_a_reader_that_has_gone() -> None:
+    command = f"{sys.executable} -m evenpipe plan --json --model x | true"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Final
 
-from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.parser import Commands, RunFailed, UsageError, add_command
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.training import add_fields, options_from
 from evenpipe.cli.values import gibibytes, picture_file, sample_count, write
@@ -103,9 +102,7 @@ def _profile(options: TrainOptions, device: str | None) -> tuple[StageMemory, ..
     try:
         return stage_memory(options, device)
     except ProfileError as error:
-        print(error.details, end="", file=sys.stderr)
-        print(f"evenpipe candidates: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise RunFailed(str(error), error.details) from None
 
 
 def _document(found: Sequence[Candidate], peaks: Sequence[tuple[int, ...]]) -> dict[str, object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import errno
-import os
 import signal
 import sys
 from argparse import Namespace
@@ -16,7 +15,7 @@ from itertools import takewhile
 from typing import Final
 
 from evenpipe import __version__
-from evenpipe.cli.parser import COMMANDS, Parser, UsageError, list_commands
+from evenpipe.cli.parser import COMMANDS, Parser, RunFailed, UsageError, discard_output, list_commands
 
 __all__ = ["main"]
 
@@ -30,7 +29,8 @@ _ASCII: Final = {"×": "x", "–": "-", "→": "->", "−": "-", "…": "...", "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and return its exit status.
 
-    Raises SystemExit with status 2 on bad input, after one line on standard error; after Ctrl-C the status is 130.
+    Raises SystemExit after one line on standard error: with status 2 on bad input, with 1 where a run failed. After
+    Ctrl-C the status is 130.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     _write_what_can_be_written()
@@ -77,13 +77,15 @@ def _run(words: list[str]) -> int:
         sys.stdout.flush()
     except UsageError as error:
         arguments.parser.fail(str(error))
+    except RunFailed as failure:
+        print(failure.details, end="", file=sys.stderr)
+        arguments.parser.end(1, str(failure))
     except BrokenPipeError:
-        # Whoever reads our output has seen enough (``| head``); the interpreter must not try to flush the rest.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()  # whoever reads it has seen enough (``| head``)
     except OSError as error:
         said = error.strerror or str(error)
         if error.filename is None and error.errno in _OF_WRITING:  # to standard output, which has no name
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_output()
             arguments.parser.fail(f"cannot write the output: {said}; free some space, or write elsewhere")
         arguments.parser.fail(said if error.filename is None else f"{error.filename}: {said}")
     return status or 0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
@@ -12,8 +15,10 @@ __all__ = [
     "STANDARD_OUTPUT",
     "Commands",
     "Parser",
+    "RunFailed",
     "UsageError",
     "add_command",
+    "discard_output",
     "list_commands",
     "sentence",
 ]
@@ -24,6 +29,19 @@ STANDARD_OUTPUT: Final = Path("/dev/stdout")
 
 class UsageError(Exception):
     """Bad input found after parsing; the message is one line that names the argument and the remedy."""
+
+
+class RunFailed(Exception):
+    """A run that failed, with good input; the message is one line. ``details``, such as its traceback, come before."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+def discard_output() -> None:
+    """Drop what is still to be written to standard output, which takes no more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,10 +55,12 @@ class Parser(argparse.ArgumentParser):
         kwargs |= {"allow_abbrev": False, "exit_on_error": False}
         super().__init__(*args, **kwargs)
         self._beyond = beyond
+        self._as_json = False
         self.set_defaults(parser=self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all words. An unknown word is reported before a missing option, for which it may be meant."""
+        self._as_json = "--json" in args
         required = [action for action in self._actions if action.required]
         for action in required:
             action.required = False
@@ -52,6 +72,7 @@ class Parser(argparse.ArgumentParser):
         finally:
             for action in required:
                 action.required = True
+        self._as_json = getattr(found, "json", self._as_json)
         if unknown:
             self._refuse(next((word for word in unknown if word.startswith("-")), unknown[0]))
         needed = [action for action in required if action.nargs != argparse.REMAINDER]
@@ -90,10 +111,22 @@ class Parser(argparse.ArgumentParser):
         self.fail(f"{message} (see {self.prog} --help)")
 
     def fail(self, message: str) -> NoReturn:
-        """End the process with status 2 and ``message`` on one line, in which nothing steers a terminal."""
+        """End the process with status 2 and the message on one line."""
+        self.end(2, message, "error: ")
+
+    def end(self, status: int, message: str, kind: str = "") -> NoReturn:
+        """End the process after one line on standard error, in which nothing steers a terminal.
+
+        With ``--json``, an object ``{"error": line}`` is printed too.
+        """
         line = " ".join(message.split())
         shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)
-        self.exit(2, f"{self.prog}: error: {shown}\n")
+        if self._as_json:
+            try:
+                print(json.dumps({"error": shown}), flush=True)
+            except OSError:
+                discard_output()
+        self.exit(status, f"{self.prog}: {kind}{shown}\n")
 
 
 #: How alike an option is that may have been meant; all begin with two dashes.

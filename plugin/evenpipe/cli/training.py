@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from evenpipe.cli.parser import UsageError
+from evenpipe.cli.parser import RunFailed, UsageError
 from evenpipe.cli.shown import console_of
 from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
@@ -46,8 +46,8 @@ def options_from(arguments: Namespace, kind: type[TrainOptions], names: Collecti
 def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[str]) -> list[RunResult]:
     """Return the results of `cases`, shown under `names` while they run, for the sub-command `command`.
 
-    A failure ends the process: status 1 and the failure as the last line; 128 + n for signal n. UsageError without
-    what the engine needs, and for options that turned out wrong.
+    Signal n ends the process with status 128 + n. Raises RunFailed; UsageError without what the engine needs, and for
+    options that turned out wrong.
     """
     for required in {ENGINES[options.engine].requires for options in cases}:
         if required is not None and find_spec(required[0]) is None:
@@ -62,9 +62,7 @@ def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[st
     except OptionsError as error:
         raise UsageError(str(error)) from None
     except StageFailed as failure:
-        print(failure.details, end="", file=sys.stderr)
-        print(f"evenpipe {command}: {failure}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise RunFailed(str(failure), failure.details) from None
     except Stopped as stopped:
         print(f"evenpipe {command}: {stopped}", file=sys.stderr)
         raise SystemExit(128 + stopped.number) from None
