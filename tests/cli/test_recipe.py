@@ -121,7 +121,7 @@ REFUSED = {
         "is smaller than gpt3-175b",
     ),
     "no kind": ([*SMALL, *FEW, *MEGATRON], "gpt or bert"),
-    "no framework": (["gpt", *SMALL, *FEW, "--launcher", "torchrun"], "--framework: not given"),
+    "no framework": (["gpt", *SMALL, *FEW, "--launcher", "torchrun"], "missing --framework"),
 }
 
 

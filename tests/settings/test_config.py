@@ -21,9 +21,9 @@ def test_nothing_asked_for_is_a_run_without_evenpipe():
             "zigzag: unknown schedule, choose one of 1f1b, gpipe, 2bw, interleaved, kfkb, zb-h1, zb-h2, "
             "interleaved-zb, dualpipev, v-half, v-min, zbv, searched",
         ),
-        ("bpipe", "perhaps", "perhaps: must be a valid boolean, unable to interpret input"),
+        ("bpipe", "perhaps", "perhaps: must be true or false"),
         ("group_size", "0", "0: must be greater than or equal to 1 or 'auto'"),
-        ("group_size", "all", "all: must be a valid integer, unable to parse string as an integer or 'auto'"),
+        ("group_size", "all", "all: must be a whole number or 'auto'"),
         ("memory_gib", "inf", "inf: must be a finite number"),
         ("trace_iteration", "0", "0: must be greater than or equal to 1"),
     ],

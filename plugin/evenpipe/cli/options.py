@@ -84,11 +84,11 @@ def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
                 raise UsageError(f"{flag}: is of --schedule {SEARCHED}: leave {flag} out")
         spec = choose(arguments.schedule)
         table = spec.table
-        for option, fixed in (("stages", table and table.stages), ("micro_batches", table and table.micro_batches)):
-            if getattr(arguments, option) is None:
-                if fixed is None:
-                    raise UsageError(f"{command_flag(option)}: how many? Only a table (file:PATH) says it itself")
-                setattr(arguments, option, fixed)
+        missing = [option for option in ("stages", "micro_batches") if getattr(arguments, option) is None]
+        if missing and table is None:
+            raise UsageError(f"missing {', '.join(map(command_flag, missing))}: only a table (file:PATH) has its own")
+        for option in missing:
+            setattr(arguments, option, getattr(table, option))
         # Three batches show the start, the steady state and the end of a stream.
         usual = table.batches if table is not None else 3 if "stream" in spec.needs else 1
         batches = arguments.batches if arguments.batches is not None else usual

@@ -172,12 +172,12 @@ def _add_model(parser: Parser) -> None:
     group.add_argument("--profile", type=Path, metavar="F.json", help="read the profile in place of making it")
     group.add_argument("--micro-batch-size", type=positive, metavar="B", help="samples (default 1, or --module's)")
     group.add_argument("--sequence-length", type=positive, default=512, metavar="S", help="tokens (default 512)")
-    group.add_argument("--precision", metavar="TYPE", help="fp32 | bf16 | fp16 (default fp32)")
+    group.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default fp32")
     group.add_argument("--small", action="store_true", help="a few narrow layers of --model, of the same structure")
     group.add_argument(
         "--attention",
-        metavar="KIND",
-        help="eager | sdpa (default: transformers' own with --hf, eager with --model, as the paper)",
+        choices=("eager", "sdpa"),
+        help="default: transformers' own with --hf, eager with --model, as the paper",
     )
     group.add_argument(
         "--device",

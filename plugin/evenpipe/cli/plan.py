@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from argparse import SUPPRESS, ArgumentParser, Namespace, _ArgumentGroup
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Final, get_args
@@ -65,7 +65,10 @@ def add_search_options(parser: ArgumentParser, title: str, description: str | No
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ArgumentTypeError(f"{text!r}: give names, with a comma between two")
+    return names
 
 
 def question_from(

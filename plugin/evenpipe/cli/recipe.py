@@ -183,9 +183,10 @@ def _run(arguments: Namespace) -> int | None:
         return None
     if arguments.kind is None:
         raise UsageError("gpt or bert: which is trained? Or give --check DIR, or --from-flags and a line")
-    for option in ("model", "cluster", "framework", "launcher", "out"):
-        if getattr(arguments, option) is None:
-            raise UsageError(f"--{option}: not given: name it (see evenpipe recipe --help)")
+    needed = ("model", "cluster", "framework", "launcher", "out")
+    missing = [f"--{option}" for option in needed if getattr(arguments, option) is None]
+    if missing:
+        raise UsageError(f"missing {', '.join(missing)} (see evenpipe recipe --help)")
     _write(arguments)
     return None
 

@@ -29,6 +29,7 @@ from evenpipe.report.page.content import (
 )
 from evenpipe.report.page.views import chosen_view, comparison_view, run_view, simulated_view, simulation_view
 from evenpipe.schedule import Program, Size, Spec, build
+from evenpipe.schedule.validation import first_message
 from evenpipe.simulate import Costs, simulate, simulation_document
 from evenpipe.train.engines import ENGINES
 
@@ -253,10 +254,8 @@ def _views(document: dict[str, Any], path: Path) -> tuple[str, list[View]]:
     try:
         return _KINDS[kind](document)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the document"
-        said = first["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{path}: {where}: {said}: write it anew with this release of EvenPipe") from error
+        said = first_message(error, "the document")
+        raise UsageError(f"{path}: {said}: write it anew with this release of EvenPipe") from error
     except ValueError as error:
         raise UsageError(f"{path}: {error}: write it anew with this release of EvenPipe") from error
 

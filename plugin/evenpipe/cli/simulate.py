@@ -24,7 +24,7 @@ from evenpipe.cli.options import (
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import duration_ms, durations_ms, write
-from evenpipe.schedule import Schedule, ScheduleError
+from evenpipe.schedule import WEIGHT_GRADIENT, Schedule, ScheduleError
 from evenpipe.schedule.search.costs import held_bytes
 from evenpipe.settings.spelling import command_flag, in_flags
 from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate, simulation_document
@@ -90,12 +90,15 @@ def _run(arguments: Namespace) -> None:
         raise UsageError(
             f"--transfer-ms {arguments.transfer_ms:g}: nothing is evicted or loaded: add --bpipe, or leave it out"
         )
+    kinds = {action.kind for row in schedule.actions for action in row}
+    if arguments.weight_gradient_ms is not None and WEIGHT_GRADIENT not in kinds:
+        raise UsageError(f"--weight-gradient-ms: {schedule.name} does not split backwards: leave it out")
     try:
         costs = _costs(arguments, schedule)
         simulation = simulate(program, costs)
         on_devices_ms = None if environment == PLAIN else run_on_devices(program, costs, environment)
     except SimulationError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(in_flags(error)) from error
     title = title_of(schedule, arguments.bpipe)
     write_simulated(arguments, simulation, title, schedule.micro_batches)
     if arguments.json:

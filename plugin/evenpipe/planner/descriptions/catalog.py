@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from evenpipe.planner.descriptions.kinds import Cluster, Described, DescriptionError, Device, Framework, Model
 from evenpipe.schedule.nearest import nearest
+from evenpipe.schedule.validation import plain_message
 
 __all__ = [
     "cluster",
@@ -171,7 +172,7 @@ def described(kind: type[_Kind], name: str, said: Mapping[str, Any], where: str)
         if fault["type"] == "extra_forbidden":
             hint = nearest(keys[-1], _keys(kind, keys), _CLOSE)
             raise DescriptionError(f"{where}: {path}: unknown key, {hint}") from None
-        message = fault["msg"].removeprefix("Value error, ")
+        message = plain_message(fault)
         raise DescriptionError(f"{where}: {path}: {message[:1].lower()}{message[1:]}") from None
 
 
