@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _refuse(self, word: str) -> NoReturn:
-        from evenpipe.schedule.nearest import nearest
+        from evenpipe.wording.nearest import nearest
 
         if not word.startswith("-"):
             self.error(f"{word}: unexpected argument")
@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            from evenpipe.schedule.nearest import nearest
+            from evenpipe.wording.nearest import nearest
 
             kind = "unknown command" if isinstance(action, argparse._SubParsersAction) else "unknown"
             raise argparse.ArgumentError(None, f"{_named(action, value)}: {kind}, {nearest(value, action.choices)}")

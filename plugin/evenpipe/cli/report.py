@@ -29,9 +29,9 @@ from evenpipe.report.page.content import (
 )
 from evenpipe.report.page.views import chosen_view, comparison_view, run_view, simulated_view, simulation_view
 from evenpipe.schedule import Program, Size, Spec, build
-from evenpipe.schedule.validation import first_message
 from evenpipe.simulate import Costs, simulate, simulation_document
 from evenpipe.train.engines import ENGINES
+from evenpipe.wording.validation import first_message
 
 if TYPE_CHECKING:
     from evenpipe.partition.search.plan import Plan as Partition

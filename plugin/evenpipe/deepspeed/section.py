@@ -11,10 +11,10 @@ from typing import Any, Final, Literal
 from pydantic import Field, ValidationError
 
 from evenpipe.schedule import Need, ScheduleError, check_offers
-from evenpipe.schedule.nearest import nearest
 from evenpipe.settings.config import EvenPipeConfig, first_problem
 from evenpipe.settings.contradictions import CONTRADICTIONS, contradiction_in, only_tuned
 from evenpipe.settings.spelling import SECTION
+from evenpipe.wording.nearest import nearest
 
 __all__ = ["NAME", "OFFERS", "Section", "SectionError", "section_of", "with_deepspeeds_names"]
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import Self
 
 from evenpipe.report.files import write_atomically
-from evenpipe.schedule.validation import first_message
+from evenpipe.wording.validation import first_message
 
 __all__ = ["Document", "Frozen", "Node", "Origin", "Parameter", "Profile", "ProfileError", "Storage"]
 

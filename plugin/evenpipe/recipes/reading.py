@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from evenpipe.planner.descriptions import Cluster, Model
 from evenpipe.recipes.deepspeed import CONFIGURATION
 from evenpipe.recipes.recipe import Framework, Launcher, RecipeError
-from evenpipe.schedule.validation import first_message
+from evenpipe.wording.validation import first_message
 
 __all__ = ["UNKNOWN", "About", "Nodes", "Script", "Written", "nodes_of", "read_folder", "read_script"]
 

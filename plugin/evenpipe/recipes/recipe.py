@@ -17,8 +17,8 @@ from evenpipe.planner.descriptions import framework as described_framework
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.plan import Plan, PlannedRun
-from evenpipe.schedule.nearest import nearest
-from evenpipe.schedule.validation import first_message, plain_message
+from evenpipe.wording.nearest import nearest
+from evenpipe.wording.validation import first_message, plain_message
 
 __all__ = [
     "FORMAT",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from evenpipe.schedule import ScheduleError, Spec, choose
-from evenpipe.schedule.validation import plain_message
+from evenpipe.wording.validation import plain_message
 
 __all__ = ["ConfigError", "EvenPipeConfig", "first_problem"]
 

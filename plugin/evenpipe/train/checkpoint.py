@@ -23,11 +23,11 @@ from typing import Annotated, Any, BinaryIO, Final, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from evenpipe.report.files import check_writable, move_durably, write_durably
-from evenpipe.schedule.validation import plain_message
 from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.ownership import Disturbed, holding
+from evenpipe.wording.validation import plain_message
 
 __all__ = [
     "FORMAT",

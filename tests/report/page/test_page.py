@@ -264,9 +264,7 @@ def test_what_has_no_page_is_one_line(capsys: pytest.CaptureFixture[str], run: P
         "timeline.0.0.action: 'X9' is no action": changed(
             document, timeline=[[{"action": "X9", "start_ms": 0, "end_ms": 1}]]
         ),
-        "timeline.0.0.start_ms: must be": changed(
-            document, timeline=[[{"action": "F0", "start_ms": -1, "end_ms": 1}]]
-        ),
+        "timeline.0.0.start_ms: must be": changed(document, timeline=[[{"action": "F0", "start_ms": -1, "end_ms": 1}]]),
         "stages: has 1 stages, timeline has 2": changed(document, stages=document["stages"][:1]),
         "predicted.schedule: is no schedule": changed(document, predicted=predicted | {"schedule": "nonsense"}),
         "schedule: ": changed(

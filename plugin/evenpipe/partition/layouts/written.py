@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evenpipe.partition.layouts.gpt import Gpt, LayoutError, Pipeline, laid_out_by
 from evenpipe.planner.arguments import expert_layers
-from evenpipe.schedule.validation import first_message
+from evenpipe.wording.validation import first_message
 
 __all__ = ["FORMAT", "Shape", "StagePlan", "WrittenLayout"]
 

@@ -13,8 +13,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from evenpipe.planner.descriptions.kinds import Cluster, Described, DescriptionError, Device, Framework, Model
-from evenpipe.schedule.nearest import nearest
-from evenpipe.schedule.validation import plain_message
+from evenpipe.wording.nearest import nearest
+from evenpipe.wording.validation import plain_message
 
 __all__ = [
     "cluster",

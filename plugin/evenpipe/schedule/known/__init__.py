@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Final
 
 from evenpipe.schedule.actions import ScheduleError
-from evenpipe.schedule.nearest import nearest
 from evenpipe.schedule.spec import Spec
+from evenpipe.wording.nearest import nearest
 
 __all__ = ["GROUP", "SEARCHED", "find", "names", "own"]
 

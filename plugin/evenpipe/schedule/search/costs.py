@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, ScheduleError
 from evenpipe.schedule.schedule import Fault, Schedule, marked
 from evenpipe.schedule.topology import Places, loop, vee
-from evenpipe.schedule.validation import first_message
+from evenpipe.wording.validation import first_message
 
 __all__ = ["FORMAT", "Part", "Placement", "RunCosts", "check_caps", "held_bytes"]
 

@@ -24,7 +24,7 @@ from evenpipe.schedule.actions import (
 )
 from evenpipe.schedule.search.costs import FORMAT, Part, Placement, RunCosts
 from evenpipe.schedule.topology import loop, vee
-from evenpipe.schedule.validation import first_message
+from evenpipe.wording.validation import first_message
 
 __all__ = ["TRACE", "costs_of_trace"]
 
