@@ -1,7 +1,8 @@
-"""Bad input: status 2 and one line that names the argument and the remedy, nothing on standard output."""
+"""Bad input: status 2 and one line that names the argument and the remedy; with --json also as an object."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         main(argv)
     captured = capsys.readouterr()
     assert caught.value.code == 2
-    assert captured.out == ""
     assert captured.err.endswith("\n")
     assert captured.err.count("\n") == 1
+    if "--json" in argv:
+        assert json.loads(captured.out) == {"error": captured.err.partition(": error: ")[2].removesuffix("\n")}
+    else:
+        assert captured.out == ""
     return captured.err
 
 
@@ -109,8 +113,7 @@ def test_a_batch_has_a_limit(command: str, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "COMMAND"),
-        (["frobnicate"], "'frobnicate'"),
+        (["frobnicate"], "frobnicate: unknown command, choose one of schedule, simulate, "),
         (["schedule"], "--schedule"),
         (["simulate", "--schedule", "1f1b", "--micro-batches", "4"], "--stages"),
     ],
@@ -118,6 +121,67 @@ def test_a_batch_has_a_limit(command: str, capsys: pytest.CaptureFixture[str]) -
 def test_incomplete_command_lines(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal(capsys, *argv)
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["pla"], "evenpipe: error: pla: unknown command, did you mean plan?"),
+        (["--jsn", "plan"], "evenpipe: error: --jsn: unknown option: a command's own go after it"),
+        (["plan", "--modle", "x"], "evenpipe plan: error: --modle: unknown option, did you mean --model?"),
+        (["plan", "--modle=x"], "evenpipe plan: error: --modle: unknown option, did you mean --model?"),
+        (["schedule", "1f1b"], "evenpipe schedule: error: 1f1b: unexpected argument"),
+        (["run", "--cpuu", "x.py"], "evenpipe run: error: --cpuu: unknown option, did you mean --cpu?"),
+        (["run", "--num-layers", "4", "x.py"], "--num-layers: unknown option: the script's own go after it"),
+        (["partition", "--megatron", "--num-layers", "4"], "Megatron's go after --, with --megatron"),
+        (["recipe", "gtp"], "evenpipe recipe: error: gtp: unknown, did you mean gpt?"),
+        (["estimate", "--precision", "bf61"], "--precision bf61: unknown, did you mean bf16?"),
+        (["costs", "T.json", "--placement", "zigzag"], "--placement zigzag: unknown, choose one of straight, "),
+    ],
+)
+def test_an_unknown_word_is_answered_by_its_command(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An option of a sub-command was once refused by ``evenpipe`` itself, or the missing ones were named instead."""
+    assert said in refusal(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan", "--modle", "x", "--json"],
+        ["estimate", "--json", "--model", "gpt3-69b", "--cluster", "1x8-h100", "--global-batch-size", "8"],
+        ["schedule", *options({"--stages": "0"}), "--json"],
+        ["run", "--estimate", "--json", "/nowhere/pretrain_gpt.py"],
+    ],
+)
+def test_with_json_an_error_is_an_object(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    refusal(capsys, *argv)
+
+
+def test_json_among_the_flags_of_a_script_is_the_script_s(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "/nowhere/train.py", "--json"])
+    assert capsys.readouterr().out == ""
+
+
+def test_json_for_a_reader_that_has_gone() -> None:
+    command = f"{sys.executable} -m evenpipe plan --json --model x | true"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "missing"),
+    [
+        ([], "evenpipe: error: missing COMMAND (see evenpipe --help)\n"),
+        (["plan", "--model", "gpt3-96b"], "missing --cluster NAME, --global-batch-size G (see evenpipe plan --help)\n"),
+        (["report"], "missing RUN.json, --html OUT.html (see evenpipe report --help)\n"),
+        (["run"], "missing SCRIPT (see evenpipe run --help)\n"),
+    ],
+)
+def test_only_what_is_missing_is_named(argv: list[str], missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, *argv).endswith(missing)
 
 
 def test_a_disk_error_while_writing_is_one_line(
@@ -138,7 +202,7 @@ from evenpipe.cli import main, schedule
 def out_of_files(*_):
     resource.setrlimit(resource.RLIMIT_NOFILE, (4, 4))
     [socket.socket() for _ in range(5)]
-schedule.Console = out_of_files
+schedule.console_of = out_of_files
 sys.exit(main.main(sys.argv[1:]))
 """
 

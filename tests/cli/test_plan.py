@@ -13,7 +13,7 @@ from evenpipe.cli.main import main
 from evenpipe.planner.search.plan import Plan
 
 ASKED = ["plan", "--model", "gpt3-13b", "--cluster", "1x8-a100-80gb", "--global-batch-size", "32"]
-FEW = ["--schedules", "1f1b,interleaved"]
+FEW = ["--schedule", "1f1b,interleaved"]
 
 
 def test_the_document_is_printed_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -67,14 +67,25 @@ def test_an_engine_plans_what_it_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert "recompute selective" not in shown
 
 
+def test_the_older_name_of_schedule_is_taken_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    documents = []
+    for option in ("--schedule", "--schedules"):
+        main([*ASKED, option, "1f1b", "--json"])
+        documents.append(capsys.readouterr().out)
+    assert documents[0] == documents[1]
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "--schedules" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--model", "gpt3-31b"], "--model gpt3-31b: unknown among models, did you mean gpt3-13b?"),
         (["--cluster", "1x8-a100-80g"], "--cluster 1x8-a100-80g: unknown among clusters, did you mean"),
         (["--framework", "deepsped"], "--framework deepsped: unknown among frameworks, did you mean deepspeed?"),
-        (["--schedules", "1f1b,v-haf"], "--schedules v-haf: unknown schedule"),
-        (["--framework", "deepspeed", "--schedules", "v-half"], "--schedules v-half: DeepSpeed does not run it ("),
+        (["--schedule", "1f1b,v-haf"], "--schedule v-haf: unknown schedule"),
+        (["--framework", "deepspeed", "--schedule", "v-half"], "--schedule v-half: DeepSpeed does not run it ("),
         (["--model", "gpt3-175b"], "--cluster 1x8-a100-80gb: is smaller than gpt3-175b"),
         (["--cluster", "128x8-a100-80gb", "--global-batch-size", "2"], "--global-batch-size 2: nothing reaches it"),
         (["--cluster", "1x8-v100-32gb", "--precision", "bf16"], "--precision bf16: v100-32gb computes fp32, fp16"),

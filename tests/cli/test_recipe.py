@@ -14,7 +14,7 @@ from evenpipe.planner.descriptions import model
 from evenpipe.planner.run import Run
 
 SMALL = ["--model", "gpt2-355m", "--cluster", "1x8-v100-16gb", "--precision", "fp16"]
-FEW = ["--global-batch-size", "32", "--schedules", "1f1b", "--stages", "4"]
+FEW = ["--global-batch-size", "32", "--schedule", "1f1b", "--stages", "4"]
 MEGATRON = ["--framework", "megatron", "--launcher", "torchrun"]
 
 
@@ -76,7 +76,7 @@ def test_a_configuration_of_hugging_face_is_written_and_checked(tmp_path, capsys
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
     config = {"model_type": "mixtral", "vocab_size": 32000, "max_position_embeddings": 4096, **sizes, **experts}
     (folder / "config.json").write_text(json.dumps(config))
-    words = ["--hf", str(folder), "--cluster", "1x8-h100", "--global-batch-size", "32", "--schedules", "1f1b"]
+    words = ["--hf", str(folder), "--cluster", "1x8-h100", "--global-batch-size", "32", "--schedule", "1f1b"]
     main(["recipe", "gpt", *words, *MEGATRON, "--out", str(tmp_path / "out")])
     assert "--num-experts 8 --moe-router-topk 2" in (tmp_path / "out" / "train.sh").read_text()
     capsys.readouterr()
@@ -148,11 +148,11 @@ REFUSED = {
     "no such release": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "release=0.13"], "0.14 to 0.19"),
     "BERT without data": (["bert", *BERT, *MEGATRON, "-s", "data=mock"], "no mock data"),
     "interleaved by DeepSpeed": (
-        ["gpt", *SMALL, "--global-batch-size", 32, "--schedules", "interleaved", "--framework", "deepspeed"],
+        ["gpt", *SMALL, "--global-batch-size", 32, "--schedule", "interleaved", "--framework", "deepspeed"],
         "choose of",
     ),
     "model parallelism under DeepSpeed": (
-        ["gpt", *SMALL, *FEW, "--schedules", "2bw", "--tensor-parallel", 2, "--framework", "deepspeed"],
+        ["gpt", *SMALL, *FEW, "--schedule", "2bw", "--tensor-parallel", 2, "--framework", "deepspeed"],
         "plan with --tensor-parallel 1, or use --framework megatron",
     ),
     "experts under DeepSpeed": (
@@ -199,7 +199,7 @@ REFUSED = {
         "is smaller than gpt3-175b",
     ),
     "no kind": ([*SMALL, *FEW, *MEGATRON], "gpt or bert"),
-    "no framework": (["gpt", *SMALL, *FEW, "--launcher", "torchrun"], "--framework: not given"),
+    "no framework": (["gpt", *SMALL, *FEW, "--launcher", "torchrun"], "missing --framework"),
 }
 
 

@@ -146,11 +146,11 @@ def test_refusals(words: list[str], said: str, costs: str, capsys: pytest.Captur
     [
         ({"memory_bytes": [600] * 3}, "--costs: memory_bytes has 3 caps for 4 stages: give one a stage"),
         ({"memory_bytes": [600, 150, 600, 600]}, "memory_bytes of stage 1 is 150, and one micro-batch alone needs 200"),
-        ({"placement": "zigzag"}, "placement: Input should be 'straight', 'loop' or 'vee'"),
-        ({"message_ms": -1}, "message_ms: Input should be greater than or equal to 0"),
-        ({"memory_bytes": [10**400] * 4}, "memory_bytes: 0: Input should be less than or equal to"),
-        ({"part": []}, "part: Extra inputs are not permitted"),
-        ({"parts": []}, "parts: List should have at least 1 item"),
+        ({"placement": "zigzag"}, "placement: must be 'straight', 'loop' or 'vee'"),
+        ({"message_ms": -1}, "message_ms: must be greater than or equal to 0"),
+        ({"memory_bytes": [10**400] * 4}, "memory_bytes.0: must be less than or equal to"),
+        ({"part": []}, "part: unknown key"),
+        ({"parts": []}, "parts: has too few items"),
         ({"parts": [{**document()["parts"][0], "recomputed_bytes": 101}] * 8}, "=101: more than saved_bytes=100"),
         (
             {"parts": [{"forward_ms": 0, "input_gradient_ms": 0, "weight_gradient_ms": 0}] * 8},
@@ -158,7 +158,7 @@ def test_refusals(words: list[str], said: str, costs: str, capsys: pytest.Captur
         ),
         (
             {"parts": [{"forward_ms": 1, "input_gradient_ms": 1}] * 8},
-            "parts: 0: weight_gradient_ms: Field required: give a document evenpipe.costs/1",
+            "parts.0.weight_gradient_ms: is missing: give a document evenpipe.costs/1",
         ),
     ],
 )
@@ -225,7 +225,7 @@ def test_the_costs_of_interleaved_stages_are_those_of_a_v(tmp_path: Path, capsys
         (
             traced("F0", "B0", dur=-5),
             ["--traced", "loop", "--placement", "straight"],
-            "forward_ms: Input should be greater than or equal to 0: trace another iteration",
+            "forward_ms: must be greater than or equal to 0: trace another iteration",
         ),
     ],
 )

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from evenpipe.cli import training
 from evenpipe.cli.main import main
+from evenpipe.train.launch import StageFailed
 
 TINY = {
     "--stages": "2",
@@ -124,3 +126,18 @@ def test_a_run_that_this_host_cannot_hold_is_not_started(tmp_path: Path, capsys:
         main(["train", "--partition", str(plan), "--iterations", "1"])
     line = capsys.readouterr().err
     assert f"--partition {plan}: this run holds at least 2,097,152.0 GiB in 2 processes, and this host" in line
+
+
+def test_a_run_that_fails_is_an_object_with_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise StageFailed("stage 1 failed at F0: ValueError: no", "Traceback of stage 1\n")
+
+    monkeypatch.setattr(training, "run_cases", fails)
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--stages", "2", "--layers", "2", "--json"])
+    said = capsys.readouterr()
+    assert caught.value.code == 1
+    assert json.loads(said.out) == {"error": "stage 1 failed at F0: ValueError: no"}
+    assert said.err == "Traceback of stage 1\nevenpipe train: stage 1 failed at F0: ValueError: no\n"

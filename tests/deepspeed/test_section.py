@@ -52,13 +52,13 @@ def test_a_dictionary_may_have_a_path() -> None:
         ({"group_sise": 2}, "evenpipe.group_sise: unknown key, did you mean group_size?"),
         (
             {"colour": 2},
-            "evenpipe.colour: unknown key, there are schedule, bpipe, group_size, retune_interval, memory_gib, "
+            "evenpipe.colour: unknown key, choose one of schedule, bpipe, group_size, retune_interval, memory_gib, "
             "one_version, pair_adjacent, partition, trace, trace_iteration, micro_batch_size",
         ),
-        ({"group_size": "2"}, "evenpipe.group_size: \"2\": must be a valid integer or 'auto'"),
-        ({"bpipe": "yes"}, 'evenpipe.bpipe: "yes": must be a valid boolean'),
+        ({"group_size": "2"}, "evenpipe.group_size: \"2\": must be a whole number or 'auto'"),
+        ({"bpipe": "yes"}, 'evenpipe.bpipe: "yes": must be true or false'),
         ({"schedule": "1f1"}, 'evenpipe.schedule: "1f1": unknown schedule, did you mean 1f1b?'),
-        ({"partition": [0, "a"]}, 'evenpipe.partition[1]: "a": must be a valid integer'),
+        ({"partition": [0, "a"]}, 'evenpipe.partition[1]: "a": must be a whole number'),
         (True, 'evenpipe: must be an object, such as {"schedule": "1f1b"}, not true'),
         (
             {"trace_iteration": 3},

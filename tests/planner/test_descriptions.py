@@ -124,11 +124,11 @@ def test_a_user_s_own_file_describes_what_the_package_does_not(tmp_path: Path) -
         (
             "models: {own: {layers: 2, hidden: 64, heads: 4, vocabulary: 9, sequence: 8, "
             "experts: {count: 4, chosen: 1, fn: 3}}}",
-            r"own\.experts\.(ffn|fn): (unknown key, did you mean ffn\?|field required)",
+            r"own\.experts\.(ffn|fn): (unknown key, did you mean ffn\?|is missing)",
         ),
         (
             "models: {own: {layers: two, hidden: 64, heads: 4, vocabulary: 9, sequence: 8}}",
-            r"own\.layers: input should",
+            r"own\.layers: must be",
         ),
         ("models: {own: {layers: 2, hidden: 64, heads: 5, vocabulary: 9, sequence: 8}}", "hidden=64 does not divide"),
         ("modles: {own: {}}", "has no models"),
@@ -161,11 +161,11 @@ DEVICE = (
 @pytest.mark.parametrize(
     ("rate", "memory", "attention", "said"),
     [
-        ("0", "900", "0.5", r"own\.tflops\.bf16: input should be greater than 0"),
-        (".nan", "900", "0.5", r"own\.tflops\.bf16: input should be a finite number"),
-        ("90", "0", "0.5", r"own\.memory_gbps: input should be greater than 0"),
-        ("90", "900", "0", r"own\.attention\.0: input should be greater than 0"),
-        ("90", "900", "58", r"own\.attention\.0: input should be less than or equal to 1"),
+        ("0", "900", "0.5", r"own\.tflops\.bf16: must be greater than 0"),
+        (".nan", "900", "0.5", r"own\.tflops\.bf16: must be a finite number"),
+        ("90", "0", "0.5", r"own\.memory_gbps: must be greater than 0"),
+        ("90", "900", "0", r"own\.attention\.0: must be greater than 0"),
+        ("90", "900", "58", r"own\.attention\.0: must be less than or equal to 1"),
     ],
 )
 def test_a_device_that_computes_nothing_is_none(

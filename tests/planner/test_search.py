@@ -178,7 +178,7 @@ def test_experts_are_not_shared_out_across_pipelines() -> None:
         (replace(SMALL, tensor=3), "tensor_parallel=3: none of what divides heads"),
         (replace(SMALL, stages=7), "stages=7: 8 GPUs do not divide by so many"),
         (replace(SMALL, micro_batch=5), "micro_batch_size=5: does not divide"),
-        (replace(SMALL, schedules=("interleaved",), samples=1), "schedules=interleaved: no size of them divides"),
+        (replace(SMALL, schedules=("interleaved",), samples=1), "schedule=interleaved: no size of them divides"),
     ],
 )
 def test_nothing_to_find_is_said_in_one_line(question: Question, said: str) -> None:

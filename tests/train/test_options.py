@@ -17,7 +17,7 @@ REFUSED = [
     ),
     ({"stages": 0}, "--stages 0: must be greater than or equal to 1"),
     ({"micro_batches": 0}, "--micro-batches 0: must be greater than or equal to 1"),
-    ({"stages": "four"}, "--stages four: must be a valid integer, unable to parse string as an integer"),
+    ({"stages": "four"}, "--stages four: must be a whole number"),
     (
         {"schedule": "gpipe", "chunks": 2},
         "--chunks 2: gpipe has one model chunk a stage; interleaved has as many as you like",
@@ -26,7 +26,7 @@ REFUSED = [
     (
         {"schedule": "zigzag"},
         "--schedule zigzag: unknown schedule, choose one of 1f1b, gpipe, 2bw, interleaved, kfkb, zb-h1, zb-h2, "
-        "interleaved-zb, dualpipev, v-half, v-min, zbv",
+        "interleaved-zb, dualpipev, v-half, v-min, zbv, searched",
     ),
     ({"engine": "megatron", "bpipe": True}, "--bpipe: Megatron has no such schedule: use --engine evenpipe"),
     (
@@ -65,7 +65,7 @@ REFUSED = [
     ({**KFKB, "group_size": 0}, "--group-size 0: must be greater than or equal to 1 or 'auto'"),
     (
         {**KFKB, "group_size": "two"},
-        "--group-size two: must be a valid integer, unable to parse string as an integer or 'auto'",
+        "--group-size two: must be a whole number or 'auto'",
     ),
     (
         {**KFKB, "group_size": "auto", "stages": 128, "layers": 128},  # no machine has so many GPUs

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Final
 
-from rich.console import Console
-from rich.table import Table
-
-from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.parser import Commands, RunFailed, UsageError, add_command
+from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.training import add_fields, options_from
 from evenpipe.cli.values import gibibytes, picture_file, sample_count, write
 from evenpipe.planner.group_memory import PlanError, StageMemory, candidates, divisors, peak_bytes
@@ -80,9 +77,9 @@ def _run(arguments: Namespace) -> None:
     if arguments.json:
         print(json.dumps(_document(found, peaks)))
         return
-    console = Console()
-    console.print(title, style="bold", highlight=False)
-    console.print(_table(found, peaks))
+    console = console_of()
+    console.print(title, style="bold")
+    print_table(console, ("k", "b", "m", "peak GiB", "of each stage"), _rows(found, peaks))
 
 
 def _plan(arguments: Namespace) -> tuple[TrainOptions, int]:
@@ -105,9 +102,7 @@ def _profile(options: TrainOptions, device: str | None) -> tuple[StageMemory, ..
     try:
         return stage_memory(options, device)
     except ProfileError as error:
-        print(error.details, end="", file=sys.stderr)
-        print(f"evenpipe candidates: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise RunFailed(str(error), error.details) from None
 
 
 def _document(found: Sequence[Candidate], peaks: Sequence[tuple[int, ...]]) -> dict[str, object]:
@@ -117,12 +112,10 @@ def _document(found: Sequence[Candidate], peaks: Sequence[tuple[int, ...]]) -> d
     return {"format": "evenpipe.candidates/1", "candidates": listed}
 
 
-def _table(found: Sequence[Candidate], peaks: Sequence[tuple[int, ...]]) -> Table:
-    table = Table("k", "b", "m", "peak GiB", "of each stage")
+def _rows(found: Sequence[Candidate], peaks: Sequence[tuple[int, ...]]) -> Iterator[Sequence[str]]:
     for candidate, stages in zip(found, peaks, strict=True):
         each = " ".join(f"{peak / _GIB:.4g}" for peak in stages)
-        table.add_row(*map(str, candidate), f"{max(stages) / _GIB:.4g}", each)
-    return table
+        yield *map(str, candidate), f"{max(stages) / _GIB:.4g}", each
 
 
 def _limit(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import duration_ms, output_file, write
 from evenpipe.report.files import write_atomically
 from evenpipe.schedule import ScheduleError
@@ -84,12 +83,11 @@ def _run(arguments: Namespace) -> None:
     if arguments.json:
         print(text)
         return
-    Console().print(_table(costs))
+    heads = ("part", "forward ms", "input gradient ms", "weight gradient ms")
+    print_table(console_of(), heads, _rows(costs))
 
 
-def _table(costs: RunCosts) -> Table:
-    table = Table("part", "forward ms", "input gradient ms", "weight gradient ms")
+def _rows(costs: RunCosts) -> Iterator[Sequence[str]]:
     for number, one in enumerate(costs.parts):
         times = one.forward_ms, one.input_gradient_ms, one.weight_gradient_ms
-        table.add_row(str(number), *(f"{ms:,.4g}" for ms in times))
-    return table
+        yield str(number), *(f"{ms:,.4g}" for ms in times)

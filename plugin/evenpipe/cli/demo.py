@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from evenpipe.cli.parser import Commands, add_command
 from evenpipe.cli.report import demo_views, write_page
+from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.training import run_training
 from evenpipe.cli.values import output_file, picture_file
 from evenpipe.report.page.content import RunDocument
@@ -44,7 +45,7 @@ _CASES: dict[str, dict[str, Any]] = {
     "EvenPipe's 1F1B": {"engine": "evenpipe"},
     "with BPipe": {"engine": "evenpipe", "bpipe": True},
 }
-_COLOURED = {SAME: f"[green]{SAME}[/]", DIFFERENT: f"[red]{DIFFERENT}[/]"}
+_COLOURED = {SAME: Text(SAME, "green"), DIFFERENT: Text(DIFFERENT, "red")}
 
 
 def add_to(commands: Commands) -> None:
@@ -82,10 +83,10 @@ def _run(arguments: Namespace) -> None:
     if arguments.json:
         print(json.dumps(document | {"page": None if arguments.html is None else str(arguments.html)}))
     else:
-        console = Console()
-        console.print(_table(runs))
+        console = console_of()
+        _print(console, runs)
         page = "" if arguments.html is None else f", and to look into: {arguments.html}"
-        console.print(f"timelines and memory: {arguments.picture}{page}", highlight=False)
+        console.print(f"timelines and memory: {arguments.picture}{page}")
     if len({(result.losses, result.weights_sha256) for result in results}) > 1:
         raise SystemExit("evenpipe demo: losses or weights differ: please report this, with the output above")
 
@@ -109,10 +110,8 @@ def _machine() -> dict[str, Any]:
     return {"load_before": os.getloadavg()[0], "cores": cores}
 
 
-def _table(runs: Mapping[str, dict[str, Any]]) -> Table:
+def _print(console: Console, runs: Mapping[str, dict[str, Any]]) -> None:
     """As the page has it."""
     found = compared({name: RunDocument.model_validate(run) for name, run in runs.items()})
-    table = Table(*found.columns, caption=found.caption)
-    for row in found.rows:
-        table.add_row(*(_COLOURED.get(cell, cell) for cell in row))
-    return table
+    rows = [[_COLOURED.get(cell, cell) for cell in row] for row in found.rows]
+    print_table(console, found.columns, rows, found.caption)

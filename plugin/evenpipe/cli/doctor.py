@@ -7,15 +7,15 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from evenpipe.cli.parser import Commands, UsageError, add_command, sentence
+from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import gibibytes, positive
 from evenpipe.doctor.environment import environment
 from evenpipe.doctor.finding import Check, Finding, Reported, Verdict, by_finding, run_checks
@@ -28,7 +28,6 @@ from evenpipe.runtime.bandwidth import ModelShape, Recompute
 __all__ = ["add_to"]
 
 _STYLES: Final = dict(zip(Verdict, ("green", "yellow", "bold red", "dim"), strict=True))
-_WIDTH_OF_A_LOG: Final = 160
 # Importing a framework on a cold network file system takes this long.
 _IMPORT_SECONDS: Final = 120.0
 # Ranks that look at frameworks report later than others.
@@ -89,7 +88,7 @@ def _run(arguments: Namespace) -> int:
             missing = [] if job is None else job.missing
             print(json.dumps(_document(reported, together.rows, launched.world, missing)))
         else:
-            _show(reported, together.rows, launched.world, Console())
+            _show(reported, together.rows, launched.world, console_of())
         sys.stdout.flush()
     if job is not None:
         with contextlib.suppress(RuntimeError):
@@ -178,39 +177,34 @@ def _document(
 
 def _show(reported: Sequence[Reported], pairs: Sequence[Mapping[str, Any]], ranks: int, console: Console) -> None:
     """One table, the pairs below it, and how many problems there are."""
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_A_LOG
-    table = Table("check", "", *(("ranks",) if ranks > 1 else ()), "found", box=None, pad_edge=False)
-    last = None
+    last, rows = None, []
     for finding, on in reported:
         text = Text(finding.said)
         if finding.remedy is not None:
             text.append(f"\n→ {finding.remedy}", style=_STYLES[finding.verdict])
         head = Text("" if finding.check == last else finding.check)
         verdict = Text(finding.verdict.value, style=_STYLES[finding.verdict])
-        table.add_row(head, verdict, *((Text(_spans(on)),) if ranks > 1 else ()), text)
+        rows.append((head, verdict, *((Text(_spans(on)),) if ranks > 1 else ()), text))
         last = finding.check
-    console.print(table)
+    print_table(console, ("check", "", *(("ranks",) if ranks > 1 else ()), "found"), rows)
     if pairs:
-        console.print(_links(pairs))
+        console.print("\nlinks between partners")
+        print_table(console, ("stages", "ranks", "link", "has GB/s", "needs GB/s"), _links(pairs))
     count = sum(finding.verdict is Verdict.PROBLEM for finding, _ in reported)
     result = "no problems" if count == 0 else f"{count} problem{'s' if count > 1 else ''}"
     console.print(Text(f"\n{result}", style=_STYLES[Verdict.PROBLEM if count else Verdict.FINE]))
 
 
-def _links(pairs: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("stages", "ranks", "link", "has GB/s", "needs GB/s", box=None, pad_edge=False, title_justify="left")
-    table.title = "links between partners"
+def _links(pairs: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[str]]:
     for pair in pairs:
         need = pair["needs_gbps"]
-        table.add_row(
+        yield (
             "-".join(map(str, pair["stages"])),
             "-".join(map(str, pair["ranks"])),
             "between nodes" if pair["crosses_nodes"] else "same node",
             f"{pair['gbps']:.2f}",
             "" if need is None else f"{need:.2f}",
         )
-    return table
 
 
 def _spans(ranks: Sequence[int]) -> str:

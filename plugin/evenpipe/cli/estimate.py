@@ -9,11 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import duration_ms, positive, sample_count
 from evenpipe.planner.arguments import Values
 from evenpipe.planner.descriptions import (
@@ -146,7 +143,7 @@ def show(
 
 
 def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None:
-    console = Console()
+    console = console_of()
     run = shown.run
     more = {"context": run.context, "experts": run.expert, "model chunks": run.chunks}
     further = "".join(f"{name} {size}, " for name, size in more.items() if size > 1)
@@ -155,24 +152,22 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
         f"{of.name} on {nodes.name}: {of.sequence:,} tokens a sample, {divided}, {run.schedule}"
         f"{' with BPipe' if run.bpipe else ''}, recompute {run.recompute}"
     )
-    console.print(title, style="bold", highlight=False)
-    columns = ("weights", "grads", "optim", "saved", "buffers", "comm", "total")
+    console.print(title, style="bold")
+    parts = ("weights", "grads", "optim", "saved", "buffers", "comm")
     caption = f"GiB, of {nodes.device.memory_gib:g}; milliseconds of a micro-batch"
-    heads = ("stage", *columns, "forward", "backward")
-    table = Table(*heads, caption=caption, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    rows = []
     for number, stage in enumerate(shown.stages):
         held = [f"{nbytes / _GIB:.2f}" for nbytes in (*stage.bytes, stage.bytes.total)]
-        table.add_row(str(number), *held, f"{stage.forward_ms:.4g}", f"{stage.backward_ms:.4g}")
-    console.print(table)
+        rows.append((str(number), *held, f"{stage.forward_ms:.4g}", f"{stage.backward_ms:.4g}"))
+    print_table(console, ("stage", *parts, "total", "forward", "backward"), rows, caption, optional=parts)
     sure = shown.uncertainty
     console.print(
         f"{'fits' if shown.fits else 'does not fit'}; iteration {shown.iteration_ms:,.0f} ms ({sure}: "
         f"{sure.meaning}), {shown.samples_per_second:.2f} samples/s, {shown.tokens_per_second:,.0f} tokens/s/GPU",
-        highlight=False,
     )
     rates = (f"{shown.logged_tflops:.1f} TFLOP/s/GPU {AS_LOGGED}", f"MFU {shown.mfu:.1%} {AS_IN_PAPERS}")
     for line in (*rates, *lines):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 #: BPipe's words for what is recomputed.

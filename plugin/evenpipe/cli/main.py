@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
-import os
 import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from importlib import import_module
+from io import TextIOWrapper
+from itertools import takewhile
+from typing import Final
 
 from evenpipe import __version__
-from evenpipe.cli.parser import COMMANDS, Parser, UsageError, list_commands
+from evenpipe.cli.parser import COMMANDS, Parser, RunFailed, UsageError, discard_output, list_commands
 
 __all__ = ["main"]
 
 #: What goes wrong with a write, and with hardly anything else. Room for processes is looked at before they start.
 _OF_WRITING = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC)
 
+#: What is written where there are only ASCII characters.
+_ASCII: Final = {"×": "x", "–": "-", "→": "->", "−": "-", "…": "...", "·": "."}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and return its exit status.
 
-    Raises SystemExit with status 2 on bad input, after one line on standard error; after Ctrl-C the status is 130.
+    Raises SystemExit after one line on standard error: with status 2 on bad input, with 1 where a run failed. After
+    Ctrl-C the status is 130.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    _write_what_can_be_written()
     try:
         return _run(words)
     except KeyboardInterrupt:
@@ -35,17 +43,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def _write_what_can_be_written() -> None:
+    """Have streams write another character where their encoding has none for one of ours, in place of an error."""
+    codecs.register_error("evenpipe", _instead)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="evenpipe")
+
+
+def _instead(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    written = (_ASCII.get(character, "?") for character in error.object[error.start : error.end])
+    return "".join(written), error.end
+
+
 def _run(words: list[str]) -> int:
-    parser = Parser("evenpipe", description="Pipeline parallelism with level memory and fewer bubbles.")
+    about = "Pipeline parallelism with level memory and fewer bubbles."
+    parser = Parser("evenpipe", description=about, beyond="a command's own go after it")
     parser.add_argument("--version", action="version", version=f"evenpipe {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    before = list(takewhile(lambda word: word.startswith("-"), words))
+    name = None if before else next(iter(words), None)
     # `run` is started in every process of a job: it must not wait for what other commands import.
-    name = next((word for word in words if not word.startswith("-")), None)
     if name in COMMANDS:
         import_module(f"evenpipe.cli.{name}").add_to(commands)
     else:
         list_commands(commands)
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(before or words)
     status = None
     try:
         with _text_beside(arguments):
@@ -53,13 +77,15 @@ def _run(words: list[str]) -> int:
         sys.stdout.flush()
     except UsageError as error:
         arguments.parser.fail(str(error))
+    except RunFailed as failure:
+        print(failure.details, end="", file=sys.stderr)
+        arguments.parser.end(1, str(failure))
     except BrokenPipeError:
-        # Whoever reads our output has seen enough (``| head``); the interpreter must not try to flush the rest.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()  # whoever reads it has seen enough (``| head``)
     except OSError as error:
         said = error.strerror or str(error)
         if error.filename is None and error.errno in _OF_WRITING:  # to standard output, which has no name
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_output()
             arguments.parser.fail(f"cannot write the output: {said}; free some space, or write elsewhere")
         arguments.parser.fail(said if error.filename is None else f"{error.filename}: {said}")
     return status or 0

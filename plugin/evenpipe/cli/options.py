@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenpipe.cli.parser import Parser, UsageError
-from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, seed, write
+from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, seed, whole, write
 from evenpipe.report.files import write_atomically
 from evenpipe.report.timeline import StageMemory, Timeline, perfetto_trace
 from evenpipe.schedule import SEARCHED, Program, Programs, Queues, Schedule, ScheduleError, Size, choose, names
@@ -40,15 +40,17 @@ def add_schedule_options(parser: Parser) -> None:
     group = parser.add_argument_group("schedule")
     named = " | ".join((*names(), "file:PATH", f"{SEARCHED} (for --costs)"))
     group.add_argument("--schedule", metavar="NAME", help=named)
-    group.add_argument("--stages", type=int, metavar="P", help="pipeline stages")
-    group.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches in a batch")
+    group.add_argument("--stages", type=whole, metavar="P", help="pipeline stages")
+    group.add_argument("--micro-batches", type=whole, metavar="M", help="micro-batches in a batch")
     group.add_argument(
-        "--chunks", type=int, default=1, metavar="V", help="model chunks a stage, where the schedule has several"
+        "--chunks", type=whole, default=1, metavar="V", help="model chunks a stage, where the schedule has several"
     )
     group.add_argument(
         "--group-size", type=group_size, default=1, metavar="K", help="micro-batches in a row, where it has groups"
     )
-    group.add_argument("--batches", type=int, metavar="N", help="batches, where it does not flush between (default 3)")
+    group.add_argument(
+        "--batches", type=whole, metavar="N", help="batches, where it does not flush between (default 3)"
+    )
     group.add_argument("--bpipe", action="store_true", help="level the stages' memory by evicting to partner stages")
     group = parser.add_argument_group("times and memory of each part of the model")
     group.add_argument(
@@ -82,11 +84,11 @@ def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
                 raise UsageError(f"{flag}: is of --schedule {SEARCHED}: leave {flag} out")
         spec = choose(arguments.schedule)
         table = spec.table
-        for option, fixed in (("stages", table and table.stages), ("micro_batches", table and table.micro_batches)):
-            if getattr(arguments, option) is None:
-                if fixed is None:
-                    raise UsageError(f"{command_flag(option)}: how many? Only a table (file:PATH) says it itself")
-                setattr(arguments, option, fixed)
+        missing = [option for option in ("stages", "micro_batches") if getattr(arguments, option) is None]
+        if missing and table is None:
+            raise UsageError(f"missing {', '.join(map(command_flag, missing))}: only a table (file:PATH) has its own")
+        for option in missing:
+            setattr(arguments, option, getattr(table, option))
         # Three batches show the start, the steady state and the end of a stream.
         usual = table.batches if table is not None else 3 if "stream" in spec.needs else 1
         batches = arguments.batches if arguments.batches is not None else usual

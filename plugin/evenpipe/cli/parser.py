@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
@@ -12,8 +15,10 @@ __all__ = [
     "STANDARD_OUTPUT",
     "Commands",
     "Parser",
+    "RunFailed",
     "UsageError",
     "add_command",
+    "discard_output",
     "list_commands",
     "sentence",
 ]
@@ -26,16 +31,73 @@ class UsageError(Exception):
     """Bad input found after parsing; the message is one line that names the argument and the remedy."""
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser without abbreviated options and without the usage text before an error.
+class RunFailed(Exception):
+    """A run that failed, with good input; the message is one line. ``details``, such as its traceback, come before."""
 
-    The parsed arguments hold, as ``parser``, the parser of the sub-command they are for.
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+def discard_output() -> None:
+    """Drop what is still to be written to standard output, which takes no more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser without abbreviated options, whose errors are one line without the usage text.
+
+    A sub-command refuses its own unknown words; ``beyond`` says where options of another program go. The parsed
+    arguments hold, as ``parser``, the parser of the sub-command they are for.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("allow_abbrev", False)
+    def __init__(self, *args: Any, beyond: str = "", **kwargs: Any) -> None:
+        kwargs |= {"allow_abbrev": False, "exit_on_error": False}
         super().__init__(*args, **kwargs)
+        self._beyond = beyond
+        self._as_json = False
         self.set_defaults(parser=self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse all words. An unknown word is reported before a missing option, for which it may be meant."""
+        self._as_json = "--json" in args
+        required = [action for action in self._actions if action.required]
+        for action in required:
+            action.required = False
+        try:
+            found, unknown = super().parse_known_args(args, namespace)
+        except argparse.ArgumentError as error:
+            name = error.argument_name and error.argument_name.partition("/")[0]
+            self.error(f"{name}: {error.message}" if name else error.message)
+        finally:
+            for action in required:
+                action.required = True
+        self._as_json = getattr(found, "json", self._as_json)
+        if unknown:
+            self._refuse(next((word for word in unknown if word.startswith("-")), unknown[0]))
+        needed = [action for action in required if action.nargs != argparse.REMAINDER]
+        missing = [_named(one, str(one.metavar)) for one in needed if getattr(found, one.dest) is None]
+        if missing:
+            self.error(f"missing {', '.join(missing)}")
+        return found, unknown
+
+    def _refuse(self, word: str) -> NoReturn:
+        from evenpipe.wording.nearest import nearest
+
+        if not word.startswith("-"):
+            self.error(f"{word}: unexpected argument")
+        option = word.partition("=")[0]
+        known = [name for action in self._actions if action.help != argparse.SUPPRESS for name in action.option_strings]
+        said = nearest(option, known, _CLOSE)
+        hint = f", {said}" if said.startswith("did") else self._beyond and f": {self._beyond}"
+        self.error(f"{option}: unknown option{hint}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            from evenpipe.wording.nearest import nearest
+
+            kind = "unknown command" if isinstance(action, argparse._SubParsersAction) else "unknown"
+            raise argparse.ArgumentError(None, f"{_named(action, value)}: {kind}, {nearest(value, action.choices)}")
 
     def written_to_standard_output(self, arguments: argparse.Namespace) -> list[str]:
         """Return the options whose value is ``-``, which stands for standard output, as they are spelt."""
@@ -49,10 +111,31 @@ class Parser(argparse.ArgumentParser):
         self.fail(f"{message} (see {self.prog} --help)")
 
     def fail(self, message: str) -> NoReturn:
-        """End the process with status 2 and ``message`` on one line, in which nothing steers a terminal."""
+        """End the process with status 2 and the message on one line."""
+        self.end(2, message, "error: ")
+
+    def end(self, status: int, message: str, kind: str = "") -> NoReturn:
+        """End the process after one line on standard error, in which nothing steers a terminal.
+
+        With ``--json``, an object ``{"error": line}`` is printed too.
+        """
         line = " ".join(message.split())
         shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)
-        self.exit(2, f"{self.prog}: error: {shown}\n")
+        if self._as_json:
+            try:
+                print(json.dumps({"error": shown}), flush=True)
+            except OSError:
+                discard_output()
+        self.exit(status, f"{self.prog}: {kind}{shown}\n")
+
+
+#: How alike an option is that may have been meant; all begin with two dashes.
+_CLOSE: Final = 0.75
+
+
+def _named(action: argparse.Action, value: str) -> str:
+    """Return the value behind the main name of its option, if it is of one."""
+    return " ".join((*action.option_strings[:1], value))
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
-from rich.table import Table
 
 from evenpipe.cli.parser import Commands, Parser, UsageError, add_command
-from evenpipe.cli.partition_shown import front_table, plan_table, ways_to_cut
-from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_file, positive, write
+from evenpipe.cli.partition_shown import print_front, print_plan, ways_to_cut
+from evenpipe.cli.shown import console_of, print_table
+from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_file, positive, whole, write
 from evenpipe.partition.configurations import MODELS
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
@@ -57,7 +57,7 @@ def show_layout(arguments: Namespace) -> None:
     if arguments.optimize == "recompute" and limit_bytes is None:
         raise UsageError("--optimize recompute: as far as it takes to fit into what? Give --memory-gib")
     measured = arguments.device in (None, "cpu")
-    console = Console(stderr=True)
+    console = console_of(stderr=True)
     with console.status("timing layers" if measured else "reading flags") if console.is_terminal else nullcontext():
         try:
             found, profile = best_layout(
@@ -81,9 +81,9 @@ def show_layout(arguments: Namespace) -> None:
     if arguments.json:
         print(document)
         return
-    console = Console()
-    console.print(_flag(found, arguments.out), style="bold", highlight=False, soft_wrap=True)
-    console.print(_table(found))
+    console = console_of()
+    console.print(_flag(found, arguments.out), style="bold", soft_wrap=True)
+    _print(console, found)
 
 
 def _flag(found: LayoutPlan, out: Path | None) -> str:
@@ -98,21 +98,21 @@ def _flag(found: LayoutPlan, out: Path | None) -> str:
     return f"--pipeline-model-parallel-layout '{found.layout}'"
 
 
-def _table(found: LayoutPlan) -> Table:
-    """Return a row for each stage: the layout, and the even split."""
+def _print(console: Console, found: LayoutPlan) -> None:
+    """Print a row for each stage: the layout, and the even split."""
     proven = "no other is faster" if found.proven else "the best that was found"
     caption = (
         f"slowest {found.best.max_stage_ms:,.4g} ms, {proven}; even split {found.even.max_stage_ms:,.4g} ms; "
         f"times: {found.source}"
     )
-    table = Table("stage", "layers", "ms", "peak GiB", "even split", "ms", "peak GiB", caption=caption)
+    rows = []
     for number, pair in enumerate(zip(found.best.stages, found.even.stages, strict=True)):
         cells = (
             (", ".join(one.layers), f"{one.forward_ms + one.backward_ms:,.4g}", f"{one.peak_bytes / _GIB:.4g}")
             for one in pair
         )
-        table.add_row(str(number), *(cell for row in cells for cell in row))
-    return table
+        rows.append((str(number), *(cell for row in cells for cell in row)))
+    print_table(console, ("stage", "layers", "ms", "peak GiB", "even split", "ms", "peak GiB"), rows, caption)
 
 
 def _division(title: str, split: Split) -> Division:
@@ -138,7 +138,7 @@ def add_to(commands: Commands) -> None:
         "batch by the simulator (batch_ms, layers_batch_ms with layer cuts); with --max-batch, max_batch too. "
         "With --megatron, evenpipe.layout/1: the best --pipeline-model-parallel-layout."
     )
-    parser = add_command(commands, "partition", epilog=document)
+    parser = add_command(commands, "partition", epilog=document, beyond="Megatron's go after --, with --megatron")
     _add_model(parser)
     _add_pipeline(parser)
     group = parser.add_argument_group("output")
@@ -172,12 +172,12 @@ def _add_model(parser: Parser) -> None:
     group.add_argument("--profile", type=Path, metavar="F.json", help="read the profile in place of making it")
     group.add_argument("--micro-batch-size", type=positive, metavar="B", help="samples (default 1, or --module's)")
     group.add_argument("--sequence-length", type=positive, default=512, metavar="S", help="tokens (default 512)")
-    group.add_argument("--precision", metavar="TYPE", help="fp32 | bf16 | fp16 (default fp32)")
+    group.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default fp32")
     group.add_argument("--small", action="store_true", help="a few narrow layers of --model, of the same structure")
     group.add_argument(
         "--attention",
-        metavar="KIND",
-        help="eager | sdpa (default: transformers' own with --hf, eager with --model, as the paper)",
+        choices=("eager", "sdpa"),
+        help="default: transformers' own with --hf, eager with --model, as the paper",
     )
     group.add_argument(
         "--device",
@@ -189,7 +189,7 @@ def _add_model(parser: Parser) -> None:
 
 def _add_pipeline(parser: Parser) -> None:
     group = parser.add_argument_group("pipeline")
-    group.add_argument("--stages", type=int, metavar="N", help="pipeline stages")
+    group.add_argument("--stages", type=whole, metavar="N", help="pipeline stages")
     group.add_argument("--memory-gib", type=gibibytes, metavar="X", help="of each stage (default: the device's)")
     one = group.add_mutually_exclusive_group()
     one.add_argument("--schedule", metavar="NAME", help="what it is to run under; pipedream too (default 1f1b)")
@@ -254,16 +254,16 @@ def _run(arguments: Namespace) -> None:
         raise UsageError(in_flags(error)) from error
     _write(arguments, source, profile, plan)
     for warning in plan.warnings:
-        Console(stderr=True).print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
+        console_of(stderr=True).print(f"warning: {warning}", style="yellow", soft_wrap=True)
     if arguments.json:
         batch = {"max_batch": plan.origin.micro_batch_size} if arguments.max_batch else {}
         print(json.dumps(plan.model_dump(mode="json") | batch))
         return
-    console = Console()
-    console.print(_title(plan), style="bold", highlight=False)
-    console.print(plan_table(plan))
+    console = console_of()
+    console.print(_title(plan), style="bold")
+    print_plan(console, plan)
     if plan.front:
-        console.print(front_table(plan))
+        print_front(console, plan)
 
 
 def _largest(source: Source, fits: Callable[[Profile], bool]) -> int:

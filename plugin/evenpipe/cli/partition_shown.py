@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from rich.table import Column, Table
+from rich.console import Console
 
+from evenpipe.cli.shown import print_table
 from evenpipe.partition.dawnpiper.balance import Balance
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.plan import Plan, Stage, plan_of
 from evenpipe.report.figures import Division
 
-__all__ = ["division", "front_table", "plan_table", "ways_to_cut"]
+__all__ = ["division", "print_front", "print_plan", "ways_to_cut"]
 
 _GIB: Final = 2**30
 _MIB: Final = 2**20
@@ -26,8 +27,8 @@ _MADE_BY: Final = {
 }
 
 
-def plan_table(plan: Plan) -> Table:
-    """A row for each part of the model: its nodes, ms a micro-batch, peak, and how many nodes run again or swap."""
+def print_plan(console: Console, plan: Plan) -> None:
+    """Print a row for each part of the model: its nodes, ms a micro-batch, peak, and nodes that run again or swap."""
     short = " cut short" if plan.binary_whole is False else ""
     binary = "" if plan.binary_ms is None else f", BiPar{short} {plan.binary_ms:,.4g} ms"
     caption = (
@@ -35,29 +36,30 @@ def plan_table(plan: Plan) -> Table:
         f"({plan.nodes_tried} cuts tried); searched {plan.search_ms:,.0f} ms"
     )
     columns = ("#", "nodes", "forward", "backward", "extra", "GiB", "before", "again", "swap")
-    table = Table(*(Column(name, no_wrap=True) for name in columns), caption=caption)
+    rows = []
     for part in plan.stages:
-        table.add_row(
+        row = (
             str(part.stage),
             f"{part.first_node}–{part.last_node}",
             *(f"{ms:.4g}" for ms in (part.forward_ms, part.backward_ms, part.extra_ms)),
             *(f"{nbytes / _GIB:.4g}" for nbytes in (part.peak_bytes, part.peak_bytes_before)),
             *(str(len(nodes) or "") for nodes in (part.recompute, part.swap)),
         )
-    return table
+        rows.append(row)
+    print_table(console, columns, rows, caption, optional=("extra", "before"))
 
 
-def front_table(plan: Plan) -> Table:
-    """Return a row for each way to cut of which none else has both a shorter longest part and fewer bytes to send."""
+def print_front(console: Console, plan: Plan) -> None:
+    """Print a row for each way to cut of which none else has both a shorter longest part and fewer bytes to send."""
     layers = "" if plan.layers_batch_ms is None else f", with the fastest layer cuts {plan.layers_batch_ms:,.4g} ms"
     made_by = "" if plan.algorithm is None else f" ({_MADE_BY[plan.algorithm]})"
     chosen = "" if plan.batch_ms is None else f"chosen{made_by}: {plan.batch_ms:,.4g} ms a batch{layers}"
     columns = ("cut by", "slowest ms", "MiB sent", "batch ms")
-    table = Table(*(Column(name, no_wrap=True) for name in columns), caption=chosen)
+    rows = []
     for one in plan.front:
         sent = f"{one.sent_bytes / _MIB:,.4g}"
-        table.add_row(_MADE_BY[one.algorithm], f"{one.max_stage_ms:,.4g}", sent, f"{one.batch_ms:,.4g}")
-    return table
+        rows.append((_MADE_BY[one.algorithm], f"{one.max_stage_ms:,.4g}", sent, f"{one.batch_ms:,.4g}"))
+    print_table(console, columns, rows, chosen)
 
 
 def ways_to_cut(profile: Profile, plan: Plan) -> list[Division]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from evenpipe.cli.parser import UsageError
+from evenpipe.cli.shown import console_of
 from evenpipe.partition.code import StageCodeError, compare_stages, too_large, write_stages
 from evenpipe.partition.models import Example, ModelError, build, from_config, from_function
 from evenpipe.partition.profile import Profile, ProfileError
@@ -48,8 +48,9 @@ class Source:
         if self._device_name == "cpu":
             raise UsageError("--memory-gib: how much may a stage hold? With --device cpu it is not known")
         if self._device_name == "cuda":
+            self._check_gpu()
             return float(torch.cuda.mem_get_info()[1] / 2**30)
-        with _one_line():
+        with _one_line("--device"):
             named = device(self._device_name)
         return named.memory_gib - named.reserve_gib
 
@@ -60,7 +61,7 @@ class Source:
         if asked is not None:
             return asked
         named = self._device_name
-        with _one_line():  # of a measured device's link nothing is known: the paper's (§5.1)
+        with _one_line("--device"):  # of a measured device's link nothing is known: the paper's (§5.1)
             return device(_DEVICE if named in _HERE else named).host_gbps
 
     @property
@@ -84,7 +85,7 @@ class Source:
                     f"{self.arguments.stages} stages"
                 )
             return StageLinks.of(self._cluster)
-        with _one_line():
+        with _one_line("--device"):
             return StageLinks(_UNKNOWN_GBPS if name in _HERE else device(name).peer_gbps, _LATENCY_MS)
 
     @cached_property
@@ -118,7 +119,7 @@ class Source:
                 reason = self._compare(draft, graph)
             if reason is not None:
                 note = f"note: the stages were not compared with the uncut model: {reason}"
-                Console(stderr=True).print(note, highlight=False, soft_wrap=True)
+                console_of(stderr=True).print(note, soft_wrap=True)
             write_stages(graph, profile, plan, path)
         except StageCodeError as error:
             raise UsageError(f"--out {path}: {error}") from error
@@ -193,7 +194,8 @@ class Source:
             "precision": asked.precision or _PRECISION,
             "sequence_length": asked.sequence_length,
         }
-        with _one_line(), weightless() if made is None else made:
+        option = next((f"--{name}" for name in ("module", "hf") if getattr(asked, name) is not None), "")
+        with _one_line(option), weightless() if made is None else made:
             if asked.module is not None:
                 return from_function(asked.module, asked.micro_batch_size)
             if asked.hf is not None:
@@ -206,10 +208,15 @@ class Source:
     @cached_property
     def _times(self) -> TimeSource:
         name = self._device_name
-        if name == "cuda" and not torch.cuda.is_available():
-            raise UsageError("--device cuda: no GPU is here: name a device, whose times are computed")
-        with _one_line():
+        if name == "cuda":
+            self._check_gpu()
+        with _one_line("--device"):
             return Measured(torch.device(name)) if name in _HERE else Roofline(device(name))
+
+    @staticmethod
+    def _check_gpu() -> None:
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda: no GPU is here: name a device, whose times are computed")
 
     @property
     def _device_name(self) -> str:
@@ -223,7 +230,7 @@ class Source:
         path: Path | None = self.arguments.profile
         if path is None:
             return None
-        with _one_line():
+        with _one_line("--profile"):
             read = Profile.read(path)
         asked, origin = self.arguments, read.origin
         model = asked.model or asked.module or (asked.hf and str(asked.hf))
@@ -241,17 +248,18 @@ class Source:
 
 
 @contextmanager
-def _one_line() -> Iterator[None]:
+def _one_line(option: str = "") -> Iterator[None]:
+    """Raise UsageError, one line that begins with the option whose value is wrong."""
     try:
         yield
     except (ModelError, TraceError, DescriptionError, RooflineError, ProfileError) as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"{option} {error}".lstrip()) from error
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """Gives what to call with what is done, how many of how many (0: not known); shown on standard error."""
-    console = Console(stderr=True)
+    console = console_of(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)

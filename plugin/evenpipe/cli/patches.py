@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.shown import console_of
 from evenpipe.upstream import ANY
 from evenpipe.upstream.findings import Finding, Findings, Item, Purpose, State
 from evenpipe.upstream.installed import wrong_apex
@@ -51,7 +52,7 @@ def _show_one(name: str, findings: Findings, console: Console) -> None:
 
 
 def _say(console: Console, line: str, style: str = "") -> None:
-    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print(line, style=style, soft_wrap=True)
 
 
 def _absence(findings: Findings) -> str | None:
@@ -166,7 +167,7 @@ def _run(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps(_document(found)))
     else:
-        show(found.megatron, found.deepspeed, Console(), installed=arguments.check is None)
+        show(found.megatron, found.deepspeed, console_of(), installed=arguments.check is None)
     return int(arguments.check is not None and not all(part.supported for part in found if part is not None))
 
 

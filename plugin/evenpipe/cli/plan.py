@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Final, get_args
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from evenpipe.cli.estimate import (
     AS_IN_PAPERS,
@@ -24,6 +20,7 @@ from evenpipe.cli.estimate import (
     words_of,
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import output_file, picture_file, positive, sample_count, write
 from evenpipe.deepspeed.section import OFFERS
 from evenpipe.planner.arguments import Values
@@ -59,13 +56,14 @@ def engine_of(framework: Framework) -> Engine:
 
 
 #: Options that fix something of the runs that are searched, as attributes.
-SEARCHED = ("schedules", "tensor_parallel", "context_parallel", "stages", "micro_batch_size", "precision", "attention")
+SEARCHED = ("schedule", "tensor_parallel", "context_parallel", "stages", "micro_batch_size", "precision", "attention")
 
 
 def add_search_options(parser: ArgumentParser, title: str, description: str | None = None) -> _ArgumentGroup:
     """In a group of their own."""
     group = parser.add_argument_group(title, description)
-    group.add_argument("--schedules", type=_names, metavar="NAME,NAME", help=" | ".join(own()))
+    group.add_argument("--schedule", type=_names, metavar="NAME[,NAME...]", help=" | ".join(own()))
+    group.add_argument("--schedules", dest="schedule", type=_names, default=SUPPRESS, help=SUPPRESS)  # its older name
     group.add_argument("--no-bpipe", dest="bpipe", action="store_false", help="no run with BPipe")
     late = "also schedules whose gradients are a batch late (2bw), compared by the time to the same loss"
     group.add_argument("--delayed", action="store_true", help=late)
@@ -80,18 +78,21 @@ def add_search_options(parser: ArgumentParser, title: str, description: str | No
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ArgumentTypeError(f"{text!r}: give names, with a comma between two")
+    return names
 
 
 def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
     """Return what the options ask of a search, for the framework that they name. Raises UsageError."""
     named = framework_named(arguments)
-    schedules = arguments.schedules or weighed()
+    schedules = arguments.schedule or weighed()
     for name in schedules:
         try:
             find(name)
         except ScheduleError as error:
-            raise UsageError(f"--schedules {str(error).removeprefix('schedule=')}") from error
+            raise UsageError(f"--schedule {str(error).removeprefix('schedule=')}") from error
     precision, attention = computed_in(arguments, nodes)
     return Question(
         of,
@@ -102,7 +103,7 @@ def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
         named,
         Run(global_batch=1, precision=precision, attention=attention, **features_of(Values(arguments))),
         arguments.bpipe,
-        arguments.delayed or bool(arguments.schedules),
+        arguments.delayed or bool(arguments.schedule),
         arguments.tensor_parallel,
         arguments.stages,
         arguments.micro_batch_size,
@@ -115,21 +116,24 @@ _GIB: Final = 2**30
 
 def show(plan: Plan, command: str) -> None:
     """Print the fastest runs, the ``command`` that says more of the first, and why others are not taken."""
-    console = Console()
+    console = console_of()
     console.print(
         f"{plan.model} on {plan.cluster} with {plan.framework}, at most {plan.global_batch_size} samples of "
         f"{plan.seq_length:,} tokens an iteration",
         style="bold",
-        highlight=False,
     )
     late = any(one.iterations_to_same_loss != 1 for one in plan.plans)
-    table = Table(
+    heads = (
         *("", "t", "p", "d", "b", "schedule", "recompute"),
-        *("GiB", "bubble", "MFU", "TFLOP/s", "tokens/s", "samples/s", *["to the same loss"] * late),
-        caption=f"of a GPU: tokens/s, and TFLOP/s {AS_LOGGED}\nMFU {AS_IN_PAPERS}",
-        box=SIMPLE_HEAD,
-        padding=0,
+        "GiB",
+        "bubble",
+        "MFU",
+        "TFLOP/s",
+        "tokens/s",
+        "samples/s",
     )
+    caption = f"of a GPU: tokens/s, and TFLOP/s {AS_LOGGED}\nMFU {AS_IN_PAPERS}"
+    rows = []
     for number, one in enumerate(plan.plans, 1):
         sizes = (one.tensor_parallel, one.stages, one.data_parallel, one.micro_batch_size)
         row = [
@@ -144,39 +148,35 @@ def show(plan: Plan, command: str) -> None:
             f"{one.tokens_per_second_per_gpu:,.0f}",
         ]
         to_loss = one.samples_per_second / one.iterations_to_same_loss
-        table.add_row(*map(str, row), f"{one.samples_per_second:.2f}", *[f"{to_loss:.2f}"] * late)
-    console.print(table)
+        rows.append((*map(str, row), f"{one.samples_per_second:.2f}", *[f"{to_loss:.2f}"] * late))
+    print_table(console, heads, rows, caption, optional=("bubble", "MFU", "TFLOP/s"))
     if late:
         console.print(
             f"to the same loss: 2bw needs {ITERATIONS_WITH_LATE_GRADIENTS - 1:.0%} more iterations (PipeDream-2BW "
             "§5.1), which the order of plans counts",
-            highlight=False,
             soft_wrap=True,
         )
-    console.print(
-        f"GiB of each stage, of {plan.device_gib:g} (×: so many stages in a row)", style="bold", highlight=False
-    )
+    console.print(f"GiB of each stage, of {plan.device_gib:g} (×: so many stages in a row)", style="bold")
     for number, one in enumerate(plan.plans, 1):
-        console.print(f"  {number}: {_memory(one)}", highlight=False, soft_wrap=True)
+        console.print(f"  {number}: {_memory(one)}", soft_wrap=True)
     best = plan.plans[0]
     if best.global_batch_size < plan.global_batch_size:
         console.print(
             f"batch: {best.global_batch_size} samples, the most that {best.data_parallel} replicas share alike"
         )
     sure = Uncertainty(**best.uncertainty)  # type: ignore[arg-type]
-    console.print(f"an iteration takes {best.iteration_ms:,.0f} ms ({sure}: {sure.meaning})", highlight=False)
-    console.print(f"{command} {best.flags}", soft_wrap=True, highlight=False)
+    console.print(f"an iteration takes {best.iteration_ms:,.0f} ms ({sure}: {sure.meaning})")
+    console.print(f"{command} {best.flags}", soft_wrap=True)
     for line in best.warnings:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     console.print("not taken", style="bold")
     for one_rejected in plan.rejected:
-        console.print(f"  {one_rejected.family}: {one_rejected.reason}", highlight=False, soft_wrap=True)
+        console.print(f"  {one_rejected.family}: {one_rejected.reason}", soft_wrap=True)
     runs = plan.runs
     console.print(
         f"{runs['weighed']:,} runs: {runs['too_large']:,} do not fit, {runs['slower']:,} are slower by their bounds, "
         f"{runs['simulated']:,} simulated",
         style="dim",
-        highlight=False,
     )
 
 

@@ -182,11 +182,11 @@ def _run(arguments: Namespace) -> int | None:
         return None
     if arguments.kind is None:
         raise UsageError("gpt or bert: which is trained? Or give --check DIR, or --from-flags and a line")
-    if arguments.model is None and arguments.hf is None:
-        raise UsageError("--model: not given: name it, or give --hf PATH (see evenpipe recipe --help)")
-    for option in ("cluster", "framework", "launcher", "out"):
-        if getattr(arguments, option) is None:
-            raise UsageError(f"--{option}: not given: name it (see evenpipe recipe --help)")
+    needed = ("model", "cluster", "framework", "launcher", "out")
+    named = {"model": arguments.hf}
+    missing = [f"--{option}" for option in needed if getattr(arguments, option) is None and named.get(option) is None]
+    if missing:
+        raise UsageError(f"missing {', '.join(missing)} (see evenpipe recipe --help)")
     _write(arguments)
     return None
 

@@ -31,6 +31,7 @@ from evenpipe.report.page.views import chosen_view, comparison_view, run_view, s
 from evenpipe.schedule import Program, Size, Spec, build
 from evenpipe.simulate import Costs, simulate, simulation_document
 from evenpipe.train.engines import ENGINES
+from evenpipe.wording.validation import first_message
 
 if TYPE_CHECKING:
     from evenpipe.partition.search.plan import Plan as Partition
@@ -255,10 +256,8 @@ def _views(document: dict[str, Any], path: Path) -> tuple[str, list[View]]:
     try:
         return _KINDS[kind](document)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the document"
-        said = first["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{path}: {where}: {said}: write it anew with this release of EvenPipe") from error
+        said = first_message(error, "the document")
+        raise UsageError(f"{path}: {said}: write it anew with this release of EvenPipe") from error
     except ValueError as error:
         raise UsageError(f"{path}: {error}: write it anew with this release of EvenPipe") from error
 

@@ -31,6 +31,7 @@ def add_to(commands: Commands) -> None:
         "group EvenPipe that `evenpipe run SCRIPT --help` shows; without any of them the run is stock. With "
         '--deepspeed, a script that uses DeepSpeed: the section "evenpipe" of its configuration takes effect. With '
         "--estimate, which needs no torchrun, nothing is trained: what `evenpipe estimate` says of the run is printed.",
+        beyond="the script's own go after it",
     )
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--cpu", action="store_true", help="train on CPU and gloo, to try a configuration without GPUs")

@@ -8,9 +8,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from rich.console import Console
-from rich.table import Table
-
 from evenpipe.cli.options import (
     add_output_options,
     add_schedule_options,
@@ -20,6 +17,7 @@ from evenpipe.cli.options import (
     write_simulated,
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.shown import DRAWN_WIDTH, console_of, print_table
 from evenpipe.cli.values import output_file, write
 from evenpipe.report.files import write_atomically
 from evenpipe.report.grid import timeline_grid
@@ -76,14 +74,19 @@ def _run(arguments: Namespace) -> None:
     if arguments.json:
         print(json.dumps(_document(schedule, arguments.bpipe)))
         return
-    console = Console()
-    console.print(title, style="bold", highlight=False)
+    console = console_of()
+    console.print(title, style="bold")
     actions = sum(map(len, schedule.actions))
     if actions <= _DRAWN_AT_MOST:
-        console.print(timeline_grid(program, console.width))
+        console.print(timeline_grid(program, min(console.width, DRAWN_WIDTH)))
     else:
-        console.print(f"{actions:,} actions are too many to draw; --out S.txt writes them", highlight=False)
-    console.print(_table(schedule))
+        console.print(f"{actions:,} actions are too many to draw; --out S.txt writes them")
+    caption = f"bound: {schedule.bound} live on every stage"
+    if schedule.recomputed:
+        caption += f"; computed again: parts {', '.join(map(str, sorted(schedule.recomputed)))}"
+    each = enumerate(zip(schedule.peak_live, schedule.evictions, strict=True))
+    rows = [(str(stage), str(peak), str(evictions)) for stage, (peak, evictions) in each]
+    print_table(console, ("stage", "peak live", "evictions"), rows, caption)
 
 
 def _text(form: str, schedule: Schedule) -> str:
@@ -109,13 +112,3 @@ def _document(schedule: Schedule, bpipe: bool) -> dict[str, Any]:
         "evictions": list(schedule.evictions),
         "recomputed": sorted(schedule.recomputed),
     }
-
-
-def _table(schedule: Schedule) -> Table:
-    caption = f"bound: {schedule.bound} live on every stage"
-    if schedule.recomputed:
-        caption += f"; computed again: parts {', '.join(map(str, sorted(schedule.recomputed)))}"
-    table = Table("stage", "peak live", "evictions", caption=caption)
-    for stage, (peak, evictions) in enumerate(zip(schedule.peak_live, schedule.evictions, strict=True)):
-        table.add_row(str(stage), str(peak), str(evictions))
-    return table

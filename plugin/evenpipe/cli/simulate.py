@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from evenpipe.cli.options import (
     add_output_options,
@@ -23,8 +22,9 @@ from evenpipe.cli.options import (
     write_simulated,
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import duration_ms, durations_ms, write
-from evenpipe.schedule import Schedule, ScheduleError
+from evenpipe.schedule import WEIGHT_GRADIENT, Schedule, ScheduleError
 from evenpipe.schedule.search.costs import held_bytes
 from evenpipe.settings.spelling import command_flag, in_flags
 from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate, simulation_document
@@ -90,26 +90,28 @@ def _run(arguments: Namespace) -> None:
         raise UsageError(
             f"--transfer-ms {arguments.transfer_ms:g}: nothing is evicted or loaded: add --bpipe, or leave it out"
         )
+    kinds = {action.kind for row in schedule.actions for action in row}
+    if arguments.weight_gradient_ms is not None and WEIGHT_GRADIENT not in kinds:
+        raise UsageError(f"--weight-gradient-ms: {schedule.name} does not split backwards: leave it out")
     try:
         costs = _costs(arguments, schedule)
         simulation = simulate(program, costs)
         on_devices_ms = None if environment == PLAIN else run_on_devices(program, costs, environment)
     except SimulationError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(in_flags(error)) from error
     title = title_of(schedule, arguments.bpipe)
     write_simulated(arguments, simulation, title, schedule.micro_batches)
     if arguments.json:
         on_devices = {} if on_devices_ms is None else {"on_devices_ms": on_devices_ms}
         print(json.dumps(simulation_document(program, costs, simulation) | on_devices))
         return
-    console = Console()
-    console.print(title, style="bold", highlight=False)
-    console.print(_table(simulation, _bytes(arguments, schedule)))
+    console = console_of()
+    console.print(title, style="bold")
+    _print(console, simulation, _bytes(arguments, schedule))
     if on_devices_ms is not None:
         console.print(
             f"on devices: makespan {on_devices_ms:,.6g} ms ({'one queue' if environment.one_queue else 'many queues'}, "
             f"synchronised {SYNCHRONISED[environment.synchronised]})",
-            highlight=False,
         )
 
 
@@ -139,23 +141,24 @@ def _run_front(arguments: Namespace) -> None:
         sizes = {"limit_ms": found.limit_ms, "base_bytes": found.base_bytes}
         print(json.dumps({"format": "evenpipe.front/1", **sizes, **points}))
         return
-    console = Console()
-    console.print(f"{title}: memory against time", style="bold", highlight=False)
-    console.print(_front_table(found))
+    console = console_of()
+    console.print(f"{title}: memory against time", style="bold")
+    _print_front(console, found)
 
 
-def _front_table(found: Front) -> Table:
+def _print_front(console: Console, found: Front) -> None:
     def speed(point: Point | None) -> str:
         return "" if point is None else f"{point.batch_ms:,.6g}"
 
     caption = f"known: {', '.join(f'{one.name} {one.peak_bytes / found.base_bytes:.2f}' for one in found.known)}"
-    table = Table("memory, 1F1B's = 1", "bytes", "best known", "ms", "searched, ms", "faster by", caption=caption)
+    heads = ("memory, 1F1B's = 1", "bytes", "best known", "ms", "searched, ms", "faster by")
+    rows = []
     for one in found.searched:
         best = found.best(one.peak_bytes)
         gain = "" if best is None else f"{best.batch_ms / one.batch_ms - 1:.1%}"
         memory = f"{one.peak_bytes / found.base_bytes:.3g}", f"{one.peak_bytes:,}"
-        table.add_row(*memory, "" if best is None else best.name, speed(best), speed(one), gain)
-    return table
+        rows.append((*memory, "" if best is None else best.name, speed(best), speed(one), gain))
+    print_table(console, heads, rows, caption, optional=("bytes",))
 
 
 def _costs(arguments: Namespace, schedule: Schedule) -> Costs:
@@ -199,10 +202,10 @@ def _per_stage(option: str, times: tuple[float, ...], stages: int) -> tuple[floa
     return times
 
 
-def _table(simulation: Simulation, held: list[str] | None) -> Table:
+def _print(console: Console, simulation: Simulation, held: list[str] | None) -> None:
     caption = f"makespan {simulation.makespan_ms:,.6g} ms, bubble {simulation.bubble_fraction:.1%}"
-    table = Table("stage", "busy ms", "idle ms", "peak live", *(["peak bytes"] if held else []), caption=caption)
+    rows = []
     for number, stage in enumerate(simulation.stages):
         times = f"{stage.busy_ms:,.6g}", f"{stage.idle_ms:,.6g}"
-        table.add_row(str(number), *times, str(stage.peak_live), *(held[number : number + 1] if held else []))
-    return table
+        rows.append((str(number), *times, str(stage.peak_live), *(held[number : number + 1] if held else [])))
+    print_table(console, ("stage", "busy ms", "idle ms", "peak live", *["peak bytes"] * bool(held)), rows, caption)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-
-from rich.console import Console
-from rich.table import Table
 
 from evenpipe.cli.options import add_output_options, title_of, write_reports
 from evenpipe.cli.parser import Commands, UsageError, add_command
-from evenpipe.cli.train_planned import compared
+from evenpipe.cli.shown import console_of, print_table
+from evenpipe.cli.train_planned import COMPARED, compared
 from evenpipe.cli.training import add_fields, options_from, run_training
 from evenpipe.cli.values import output_file, write
 from evenpipe.report.files import write_atomically
@@ -71,13 +70,14 @@ def _run(arguments: Namespace) -> None:
     if arguments.json:
         print(json.dumps(document))
         return
-    console = Console()
+    console = console_of()
     if beside is not None:
-        console.print(f"{title}, on random data", style="bold", highlight=False)
-        console.print(beside.table(_caption(result)))
+        console.print(f"{title}, on random data", style="bold")
+        print_table(console, COMPARED, beside.rows(), _caption(result))
         return
-    console.print(f"{options.model}, {title}, engine {options.engine}", style="bold", highlight=False)
-    console.print(_table(result, prediction))
+    console.print(f"{options.model}, {title}, engine {options.engine}", style="bold")
+    heads = ("stage", "peak live", "peak saved MiB", "predicted MiB", "evicted MiB", "parameters MiB")
+    print_table(console, heads, _rows(result, prediction), _caption(result), optional=heads[-2:])
 
 
 def _write_reports(arguments: Namespace, result: RunResult, prediction: Simulation, title: str) -> None:
@@ -109,12 +109,10 @@ def _caption(result: RunResult) -> str:
     return caption
 
 
-def _table(result: RunResult, prediction: Simulation) -> Table:
-    columns = ("stage", "peak live", "peak saved MiB", "predicted MiB", "evicted MiB", "parameters MiB")
-    table = Table(*columns, caption=_caption(result))
+def _rows(result: RunResult, prediction: Simulation) -> Iterator[Sequence[str]]:
     predicted_bytes = predicted_peaks(prediction, result)
     for number, (stage, predicted) in enumerate(zip(result.stages, predicted_bytes, strict=True)):
-        table.add_row(
+        yield (
             str(number),
             str(stage.peak_live),
             f"{stage.peak_saved_bytes / _MIB:,.2f}",
@@ -122,4 +120,3 @@ def _table(result: RunResult, prediction: Simulation) -> Table:
             f"{stage.evicted_bytes / _MIB:,.2f}",
             f"{stage.parameter_bytes / _MIB:,.2f}",
         )
-    return table

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-
-from rich.table import Table
 
 from evenpipe.cli.partition_shown import division
 from evenpipe.partition.search.plan import Plan
@@ -14,7 +13,10 @@ from evenpipe.train.options import TrainOptions
 from evenpipe.train.predict import last_program, through_the_stages
 from evenpipe.train.result import RunResult
 
-__all__ = ["Compared", "compared"]
+__all__ = ["COMPARED", "Compared", "compared"]
+
+#: The heads of :meth:`Compared.rows`.
+COMPARED: Final = ("stage", "ms planned", "ms measured", "peak MiB planned", "peak MiB measured")
 
 _GIB: Final = 2**30
 _MIB: Final = 2**20
@@ -39,20 +41,17 @@ class Compared(NamedTuple):
         names = ("planned_ms", "measured_ms", "planned_peak_bytes", "measured_peak_bytes")
         return [dict(zip(names, row, strict=True)) for row in rows]
 
-    def table(self, caption: str) -> Table:
-        """Return a row a stage."""
-        columns = ("stage", "ms planned", "ms measured", "peak MiB planned", "peak MiB measured")
-        table = Table(*columns, caption=caption)
+    def rows(self) -> Iterator[Sequence[str]]:
+        """Yield a row a stage."""
         for stage, row in enumerate(self.document()):
             planned_ms, measured_ms, planned_bytes, measured_bytes = row.values()
-            table.add_row(
+            yield (
                 str(stage),
                 f"{planned_ms:,.4g}",
                 f"{measured_ms:,.4g}",
                 f"{planned_bytes / _MIB:,.2f}",
                 f"{measured_bytes / _MIB:,.2f}",
             )
-        return table
 
     def draw(self, path: Path, title: str) -> None:
         """A PNG of both. Raises OSError."""

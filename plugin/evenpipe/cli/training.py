@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from evenpipe.cli.parser import UsageError
+from evenpipe.cli.parser import RunFailed, UsageError
+from evenpipe.cli.shown import console_of
 from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.launch import StageFailed, Stopped, run_cases
@@ -46,8 +46,8 @@ def options_from(arguments: Namespace, kind: type[TrainOptions], names: Collecti
 def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[str]) -> list[RunResult]:
     """Return the results of `cases`, shown under `names` while they run, for the sub-command `command`.
 
-    A failure ends the process: status 1 and the failure as the last line; 128 + n for signal n. UsageError without
-    what the engine needs, and for options that turned out wrong.
+    Signal n ends the process with status 128 + n. Raises RunFailed; UsageError without what the engine needs, and for
+    options that turned out wrong.
     """
     for required in {ENGINES[options.engine].requires for options in cases}:
         if required is not None and find_spec(required[0]) is None:
@@ -62,9 +62,7 @@ def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[st
     except OptionsError as error:
         raise UsageError(str(error)) from None
     except StageFailed as failure:
-        print(failure.details, end="", file=sys.stderr)
-        print(f"evenpipe {command}: {failure}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise RunFailed(str(failure), failure.details) from None
     except Stopped as stopped:
         print(f"evenpipe {command}: {stopped}", file=sys.stderr)
         raise SystemExit(128 + stopped.number) from None
@@ -73,11 +71,10 @@ def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[st
 @contextmanager
 def _progress(names: Sequence[str], iterations: int) -> Iterator[Callable[[Iteration], None]]:
     """Gives what to call after each iteration of a case; the cases are called `names`."""
-    console = Console(stderr=True)
+    console = console_of(stderr=True)
     if not console.is_terminal:
         yield lambda done: console.print(
             f"{names[done.case]}: iteration {done.iteration + 1}/{iterations}, {_found(done)}",
-            highlight=False,
             soft_wrap=True,
         )
         return

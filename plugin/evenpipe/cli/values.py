@@ -26,6 +26,7 @@ __all__ = [
     "sample_count",
     "seconds",
     "seed",
+    "whole",
     "write",
 ]
 
@@ -68,6 +69,11 @@ def group_size(text: str) -> int:
     """Return a whole number; what the schedule needs of it, the schedule says."""
     if text == "auto":
         raise argparse.ArgumentTypeError("auto is chosen in a run, by `evenpipe train` or a script; give a number")
+    return whole(text)
+
+
+def whole(text: str) -> int:
+    """Return a whole number, also one that is too small, which who uses it says."""
     try:
         return int(text)
     except ValueError:

@@ -14,6 +14,7 @@ from evenpipe.schedule import Need, ScheduleError, check_offers
 from evenpipe.settings.config import EvenPipeConfig, first_problem
 from evenpipe.settings.contradictions import CONTRADICTIONS, contradiction_in, only_tuned
 from evenpipe.settings.spelling import SECTION
+from evenpipe.wording.nearest import nearest
 
 __all__ = ["NAME", "OFFERS", "Section", "SectionError", "section_of", "with_deepspeeds_names"]
 
@@ -88,9 +89,7 @@ def _check_misspelt(config: Mapping[str, Any]) -> None:
 def _check_key(key: str) -> None:
     known = list(Section.model_fields)
     if key not in known:
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-        raise SectionError(key, f"unknown key, {hint}")
+        raise SectionError(key, f"unknown key, {nearest(key, known)}")
 
 
 def _validated(given: Mapping[str, Any]) -> Section:

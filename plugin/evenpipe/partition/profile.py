@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import Self
 
 from evenpipe.report.files import write_atomically
+from evenpipe.wording.validation import first_message
 
 __all__ = ["Document", "Frozen", "Node", "Origin", "Parameter", "Profile", "ProfileError", "Storage"]
 
@@ -42,9 +43,8 @@ class Document(Frozen):
         except OSError as error:
             raise cls.Invalid(f"{path}: {error.strerror}") from error
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise cls.Invalid(f"{path}: no {cls.model_fields['format'].default}: {where}: {first['msg']}") from error
+            said = first_message(error, "the file")
+            raise cls.Invalid(f"{path}: no {cls.model_fields['format'].default}: {said}") from error
 
 
 class Storage(Frozen):

@@ -247,7 +247,10 @@ class Described(NamedTuple):
 def described_by(
     flags: Sequence[str], name: str, causal: bool, gpus: int, vocabulary: int | None = None, expandable: bool = False
 ) -> Described:
-    """``vocabulary``: where no flag says it. ``expandable``: as `run_of` has it. Raises FlagError, one line, DescriptionError for a model that is none."""
+    """``vocabulary``: where no flag says it. ``expandable``: as `run_of` has it.
+
+    Raises FlagError, one line, DescriptionError for a model that is none.
+    """
     settings, left = settings_of(flags)
     args, unread = parse_flags(left)
     if vocabulary is not None and not hasattr(args, "vocab_size"):

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from evenpipe.planner.descriptions import Cluster, Model
 from evenpipe.recipes.deepspeed import CONFIGURATION
 from evenpipe.recipes.recipe import Framework, Launcher, RecipeError
+from evenpipe.wording.validation import first_message
 
 __all__ = ["UNKNOWN", "About", "Nodes", "Script", "Written", "nodes_of", "read_folder", "read_script"]
 
@@ -56,11 +57,8 @@ def read_folder(folder: Path) -> Written:
     try:
         about = About.model_validate_json(_read(folder / "recipe.json"))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "document"
-        raise RecipeError(
-            f"{folder / 'recipe.json'}: not as `evenpipe recipe` wrote it: {where}: {first['msg']}"
-        ) from None
+        said = first_message(error, "document")
+        raise RecipeError(f"{folder / 'recipe.json'}: not as `evenpipe recipe` wrote it: {said}") from None
     needed = ["train.sh"] + [CONFIGURATION] * (about.framework == "deepspeed")
     if about.launcher != "kubernetes":
         needed += {"slurm": ["launch.sbatch"], "deepspeed": ["launch.sh"]}.get(about.launcher, [])

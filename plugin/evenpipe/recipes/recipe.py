@@ -19,6 +19,8 @@ from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.features import features_of
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.plan import Plan, PlannedRun
+from evenpipe.wording.nearest import nearest
+from evenpipe.wording.validation import first_message, plain_message
 
 __all__ = [
     "FORMAT",
@@ -130,14 +132,13 @@ class Settings(BaseModel):
             if not sign:
                 raise RecipeError(f"--set {one}: give key=value, such as data=/data/tokens")
             if key not in cls.model_fields:
-                raise RecipeError(f"--set {key}: there is no such setting, but {', '.join(cls.model_fields)}")
+                raise RecipeError(f"--set {key}: there is no such setting, {nearest(key, cls.model_fields)}")
             given[key] = value
         try:
             return cls.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]
-            said = first["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
-            raise RecipeError(f"--set {first['loc'][0]}={first['input']!r}: {said}") from None
+            raise RecipeError(f"--set {first['loc'][0]}={first['input']!r}: {plain_message(first)}") from None
 
 
 Framework = Literal["megatron", "deepspeed"]
@@ -276,9 +277,8 @@ def read_plan(path: Path, model: Model, cluster: str) -> Plan:
         reason = getattr(error, "strerror", None) or "no text"
         raise RecipeError(f"--plan {path}: cannot be read: {reason}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "document"
-        raise RecipeError(f"--plan {path}: no plan that `evenpipe plan --out` wrote: {where}: {first['msg']}") from None
+        said = first_message(error, "document")
+        raise RecipeError(f"--plan {path}: no plan that `evenpipe plan --out` wrote: {said}") from None
     if not plan.plans:
         raise RecipeError(f"--plan {path}: has no plans: plan anew, with --top 1 or more")
     named = {

@@ -92,7 +92,7 @@ def _of_run(model: Model, run: Run, framework: Framework, engine: Engine) -> Ite
         raise RecipeError(str(error).partition("\n")[0]) from None
     if lacking := engine.lacks(spec):
         chunked = " or one chunk a stage" if run.chunks > 1 else ""
-        yield f"schedule {spec.name}: {name} does not run it ({lacking}): plan with another of --schedules{chunked}"
+        yield f"schedule {spec.name}: {name} does not run it ({lacking}): plan with another --schedule{chunked}"
     for what, asked, offered in (
         ("recompute", run.recompute, engine.scopes),
         ("placement", run.placement, engine.placements),

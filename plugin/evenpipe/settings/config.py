@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from evenpipe.schedule import ScheduleError, Spec, choose
+from evenpipe.wording.validation import plain_message
 
 __all__ = ["ConfigError", "EvenPipeConfig", "first_problem"]
 
@@ -141,10 +142,8 @@ def first_problem(error: ValidationError) -> tuple[tuple[int | str, ...], Any, s
     # A setting of several types has something to say for each of them: that counts which fits up to a place in a list.
     of_types = [found for found in error.errors() if found["loc"][0] == setting]
     first = max(of_types, key=_places)
-    said = [found["msg"] for found in of_types if _places(found) == _places(first)]
-    plain = " or ".join(one.removeprefix("Value error, ").removeprefix("Input should be ") for one in said)
-    must = "must be " if said[0].startswith("Input should be ") else ""
-    return first["loc"], first["input"], must + plain
+    said = [plain_message(found) for found in of_types if _places(found) == _places(first)]
+    return first["loc"], first["input"], " or ".join((said[0], *(one.removeprefix("must be ") for one in said[1:])))
 
 
 def _places(found: Any) -> int:

@@ -27,6 +27,7 @@ from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.ownership import Disturbed, holding
+from evenpipe.wording.validation import plain_message
 
 __all__ = [
     "FORMAT",
@@ -332,7 +333,7 @@ def _read(folder: Path) -> Checkpoint:
                 "know: name another"
             ) from None
         where = ".".join(map(str, (_MANIFEST, *first["loc"])))
-        raise damaged(folder, f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise damaged(folder, f"{where}: {plain_message(first)}") from None
     for name, entry in manifest.files.items():
         if sizes.get(name) != entry.bytes:
             raise damaged(folder, f"{name} {'has another size' if name in sizes else 'is not there'}")

@@ -96,5 +96,5 @@ def test_what_a_yaml_configuration_lacks_comes_from_the_command_line():
 
 
 def test_a_wrong_value_names_its_flag():
-    with pytest.raises(ArgumentError, match=r"^--evenpipe-trace-iteration soon: must be a valid integer"):
+    with pytest.raises(ArgumentError, match=r"^--evenpipe-trace-iteration soon: must be a whole number"):
         config_from(parsed("--evenpipe-trace-iteration", "soon"))

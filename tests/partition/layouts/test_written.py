@@ -71,8 +71,8 @@ def test_another_file_is_refused_in_one_line(path, tmp_path):
     other = tmp_path / "other.json"
     for text, message in (
         ('{"format": "evenpipe.plan/1"}', "no layout that `evenpipe partition --megatron --out` wrote: format: "),
-        ("no JSON", "no layout that .* wrote: document: Invalid JSON"),
-        (path.read_text().replace('"heads"', '"heds"'), r"wrote: shape.heads: Field required"),
+        ("no JSON", "no layout that .* wrote: document: is no JSON"),
+        (path.read_text().replace('"heads"', '"heds"'), r"wrote: shape.heads: is missing"),
     ):
         other.write_text(text)
         with pytest.raises(LayoutError, match=message) as raised:

@@ -260,13 +260,11 @@ def test_what_has_no_page_is_one_line(capsys: pytest.CaptureFixture[str], run: P
         "is no JSON document: ": "[" * 100_000,
         "it has no format": "[1]",
         "format 'evenpipe.trace/1' has no page: use one of evenpipe.run/1": '{"format": "evenpipe.trace/1"}',
-        "timeline: Field required: write it anew": changed(document, timeline=None),
+        "timeline: is missing: write it anew": changed(document, timeline=None),
         "timeline.0.0.action: 'X9' is no action": changed(
             document, timeline=[[{"action": "X9", "start_ms": 0, "end_ms": 1}]]
         ),
-        "timeline.0.0.start_ms: Input should be": changed(
-            document, timeline=[[{"action": "F0", "start_ms": -1, "end_ms": 1}]]
-        ),
+        "timeline.0.0.start_ms: must be": changed(document, timeline=[[{"action": "F0", "start_ms": -1, "end_ms": 1}]]),
         "stages: has 1 stages, timeline has 2": changed(document, stages=document["stages"][:1]),
         "predicted.schedule: is no schedule": changed(document, predicted=predicted | {"schedule": "nonsense"}),
         "schedule: ": changed(

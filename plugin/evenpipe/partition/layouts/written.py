@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evenpipe.partition.layouts.gpt import Gpt, LayoutError, Pipeline, laid_out_by
 from evenpipe.planner.arguments import expert_layers
+from evenpipe.wording.validation import first_message
 
 __all__ = ["FORMAT", "Shape", "StagePlan", "WrittenLayout"]
 
@@ -165,11 +166,8 @@ class WrittenLayout(BaseModel):
             reason = getattr(error, "strerror", None) or "no text"
             raise LayoutError(f"{path}: cannot be read: {reason}") from None
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "document"
-            raise LayoutError(
-                f"{path}: no layout that `evenpipe partition --megatron --out` wrote: {where}: {first['msg']}"
-            ) from None
+            said = first_message(error, "document")
+            raise LayoutError(f"{path}: no layout that `evenpipe partition --megatron --out` wrote: {said}") from None
 
     def difference(self, args: Namespace) -> str | None:
         """Why it is not for Megatron's arguments, validated or not, in words that follow its name; None: it is."""

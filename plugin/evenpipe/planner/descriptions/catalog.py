@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -14,6 +13,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from evenpipe.planner.descriptions.kinds import Cluster, Described, DescriptionError, Device, Framework, Model
+from evenpipe.wording.nearest import nearest
+from evenpipe.wording.validation import plain_message
 
 __all__ = [
     "cluster",
@@ -23,13 +24,14 @@ __all__ = [
     "framework",
     "model",
     "names",
-    "nearest",
     "node_of",
     "read_file",
     "read_text",
 ]
 
 _Kind = TypeVar("_Kind", bound=Described)
+#: How alike a name is that may have been meant.
+_CLOSE: Final = 0.4
 _SIZE: Final = re.compile(r"(?P<nodes>[1-9][0-9]*)x(?P<gpus>[1-9][0-9]*)", re.ASCII)
 _SIZED: Final = re.compile(rf"{_SIZE.pattern}-(?P<name>.+)", re.ASCII)
 
@@ -108,21 +110,16 @@ def _found(room: str, name: str, asked: str | None = None) -> tuple[str, str, Ma
             raise DescriptionError(f"{path}: describes {', '.join(own)}: say which, as {path}:{next(iter(own))}")
         key = key or next(iter(own))
         if key not in own:
-            raise DescriptionError(f"{path}: no {key} among its {room}, {nearest(key, list(own))}")
+            raise DescriptionError(f"{path}: no {key} among its {room}, {nearest(key, own, _CLOSE)}")
         return path, key, own[key]
     for file, found in entries(room).items():
         if name in found:
             return file, name, found[name]
-    raise DescriptionError(f"{asked or name}: unknown among {room}, {nearest(name, names(room))}; or give a YAML file")
+    near = nearest(name, names(room), _CLOSE)
+    raise DescriptionError(f"{asked or name}: unknown among {room}, {near}; or give a YAML file")
 
 
 Entries = Mapping[str, Mapping[str, Any]]
-
-
-def nearest(name: str, names: list[str]) -> str:
-    """Return what to say after an unknown name."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
 
 
 @cache
@@ -167,7 +164,7 @@ def _parsed(text: str, where: str, room: str) -> Entries:
         raise DescriptionError(f"{where}: has no {room}: write `{room}:`, and under it a name and what is said of it")
     unknown = [str(key) for key in document if key not in (room, "defaults")]
     if unknown:
-        raise DescriptionError(f"{where}: {unknown[0]}: unknown key, {nearest(unknown[0], [room, 'defaults'])}")
+        raise DescriptionError(f"{where}: {unknown[0]}: unknown key, {nearest(unknown[0], [room, 'defaults'], _CLOSE)}")
     defaults = document.get("defaults") or {}
     for name, said in [("defaults", defaults), *((f"{room}.{name}", one) for name, one in document[room].items())]:
         if not isinstance(said, dict):
@@ -192,8 +189,9 @@ def described(kind: type[_Kind], name: str, said: Mapping[str, Any], where: str)
         keys = [str(key) for key in fault["loc"]]
         path = ".".join([name, *keys])
         if fault["type"] == "extra_forbidden":
-            raise DescriptionError(f"{where}: {path}: unknown key, {nearest(keys[-1], _keys(kind, keys))}") from None
-        message = fault["msg"].removeprefix("Value error, ")
+            hint = nearest(keys[-1], _keys(kind, keys), _CLOSE)
+            raise DescriptionError(f"{where}: {path}: unknown key, {hint}") from None
+        message = plain_message(fault)
         raise DescriptionError(f"{where}: {path}: {message[:1].lower()}{message[1:]}") from None
 
 

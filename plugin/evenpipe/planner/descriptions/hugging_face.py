@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from evenpipe.planner.descriptions.catalog import described, nearest, read_text
+from evenpipe.planner.descriptions.catalog import described, read_text
 from evenpipe.planner.descriptions.kinds import DescriptionError, Model
+from evenpipe.wording.nearest import nearest
 
 __all__ = ["configured", "model_types"]
 

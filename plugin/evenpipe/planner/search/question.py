@@ -100,7 +100,7 @@ class Question:
         reasons = [self.refused(find(name)) for name in self.schedules]
         if all(reasons):
             able = ", ".join(offered(self.engine.offers))
-            raise EstimateError(f"schedules={','.join(self.schedules)}: {reasons[0]}: choose of {able}")
+            raise EstimateError(f"schedule={','.join(self.schedules)}: {reasons[0]}: choose of {able}")
 
     @cached_property
     def tensors(self) -> list[int]:
@@ -195,6 +195,6 @@ def nothing_fits(question: Question, allowed: int, nearest: float) -> str:
             f"{question.of.name} has even stages only: choose a divisor, or another --framework"
         )
     return (
-        f"schedules={','.join(question.schedules)}: no size of them divides {model}'s {question.model.layers} layers, "
+        f"schedule={','.join(question.schedules)}: no size of them divides {model}'s {question.model.layers} layers, "
         f"{question.samples} samples and {cluster.gpus} GPUs: allow others, or give another --global-batch-size"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -12,6 +11,7 @@ from typing import Final
 
 from evenpipe.schedule.actions import ScheduleError
 from evenpipe.schedule.spec import Spec
+from evenpipe.wording.nearest import nearest
 
 __all__ = ["GROUP", "SEARCHED", "find", "names", "own"]
 
@@ -77,9 +77,7 @@ def find(name: str) -> Spec:
     if name in _FILES:
         return _of_file(name)
     if name not in _others():
-        close = difflib.get_close_matches(name, (*_FILES, *_others()), n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names())}"
-        raise ScheduleError(f"schedule={name}: unknown schedule, {hint}")
+        raise ScheduleError(f"schedule={name}: unknown schedule, {nearest(name, (*names(), SEARCHED))}")
     point = _others()[name]
     try:
         spec = point.load()

@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, ScheduleError
 from evenpipe.schedule.schedule import Fault, Schedule, marked
 from evenpipe.schedule.topology import Places, loop, vee
+from evenpipe.wording.validation import first_message
 
-__all__ = ["FORMAT", "Part", "Placement", "RunCosts", "check_caps", "held_bytes", "said_of"]
+__all__ = ["FORMAT", "Part", "Placement", "RunCosts", "check_caps", "held_bytes"]
 
 FORMAT: Final = "evenpipe.costs/1"
 Placement = Literal["straight", "loop", "vee"]
@@ -113,7 +114,7 @@ class RunCosts(BaseModel):
             said = error.strerror if isinstance(error, OSError) else "is no text"
             raise ScheduleError(f"costs={path}: {said}: name a document {FORMAT}") from None
         except ValidationError as error:
-            raise ScheduleError(f"costs={path}: {said_of(error)}: give a document {FORMAT}") from None
+            raise ScheduleError(f"costs={path}: {first_message(error, 'the file')}: give a document {FORMAT}") from None
 
     def places(self, stages: int) -> Places:
         """Return where the parts are. Raises :class:`ScheduleError` if they are not as many as stages need."""
@@ -149,12 +150,6 @@ class RunCosts(BaseModel):
         if len(given) != stages:
             raise ScheduleError(f"costs: memory_bytes has {len(given)} caps for {stages} stages: give one a stage")
         return given
-
-
-def said_of(error: ValidationError) -> str:
-    """Return the first of what is wrong, on one line."""
-    first = error.errors()[0]
-    return "".join(f"{step}: " for step in first["loc"]) + first["msg"]
 
 
 def _sum(numbers: Iterable[Any]) -> Any:

@@ -22,8 +22,9 @@ from evenpipe.schedule.actions import (
     ScheduleError,
     parse,
 )
-from evenpipe.schedule.search.costs import FORMAT, Part, Placement, RunCosts, said_of
+from evenpipe.schedule.search.costs import FORMAT, Part, Placement, RunCosts
 from evenpipe.schedule.topology import loop, vee
+from evenpipe.wording.validation import first_message
 
 __all__ = ["TRACE", "costs_of_trace"]
 
@@ -68,7 +69,7 @@ def costs_of_trace(
         parts = [_part(times[place], size, left) for place, size, left in zip(places.order, sizes, again, strict=True)]
         return RunCosts(format=FORMAT, placement=placement, parts=parts, message_ms=message_ms, memory_bytes=caps)
     except ValidationError as error:
-        raise ScheduleError(f"trace={path}: {said_of(error)}: trace another iteration") from None
+        raise ScheduleError(f"trace={path}: {first_message(error, 'the trace')}: trace another iteration") from None
 
 
 def _each(name: str, given: Sequence[int], count: int, of: str) -> list[int]:

@@ -1,0 +1,18 @@
+"""What to say after an unknown name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = ["nearest"]
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ``did you mean NAME?`` if one of the known names is close, else all of them.
+
+    The cutoff is a similarity from 0 to 1, as :func:`difflib.get_close_matches` has it.
+    """
+    known = list(known)
+    close = get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"

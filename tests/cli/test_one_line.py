@@ -1,0 +1,167 @@
+"""Bad input of every command: one line that names the command and the value, in the words of the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from evenpipe.cli.main import main
+
+FILES = {
+    "empty.json": b"{}",
+    "broken.json": b"[1,2",
+    "bin.json": b"\xff\xfe\x00",
+    "run.json": b'{"format": "evenpipe.run/1"}',
+    "plan.json": b'{"format": "evenpipe.plan/1", "plans": "x"}',
+    "costs.json": b'{"format": "evenpipe.costs/1"}',
+    "S.txt": b"hello",
+    "m.yaml": b"models: 3",
+    "m2.yaml": b"models: {a: {layers: x}}",
+    "c.yaml": b"clusters: {a: {device: nope}}",
+    "f.py": b"def f(): return 1",
+    "hf.json": b'{"model_type": "zzz"}',
+}
+#: What each command takes.
+GOOD = {
+    "schedule": "schedule --schedule 1f1b --stages 4 --micro-batches 8",
+    "simulate": "simulate --schedule 1f1b --stages 4 --micro-batches 8",
+    "searched": "schedule --schedule searched --stages 2 --micro-batches 2",
+    "candidates": "candidates --stages 2 --global-batch-size 8 --memory-gib 1",
+    "estimate": "estimate --model gpt3-13b --cluster 1x8-a100-80gb --global-batch-size 32",
+    "plan": "plan --model gpt3-13b --cluster 1x8-a100-80gb --global-batch-size 32",
+    "recipe": "recipe gpt --model gpt3-13b --cluster 1x8-a100-80gb --framework megatron --launcher torchrun --out out",
+    "partition": "partition --model gpt2-large --small --stages 2",
+    "train": "train --stages 2 --layers 2",
+}
+#: What is added, and what the line says of it.
+BAD = """
+schedule --schedule file:S.txt | --schedule file:S.txt: line 1: 'hello' is no action
+schedule --schedule file:. | --schedule file:.: Is a directory
+schedule --schedule file:bin.json | is no text: name a file that `evenpipe schedule --out` wrote
+schedule --seed -1 | '-1': give a whole number below
+schedule --seed 1 | --seed: is of --schedule searched
+schedule --format torch-csv | --format torch-csv: is of --out
+schedule --format torch | --format torch: unknown, did you mean torch-csv?
+schedule --out . | --out: .: is a folder
+schedule --chunks 1.5 | --chunks: '1.5' is no whole number
+searched | for which times? Give --costs COSTS.json
+searched --costs empty.json | empty.json: format: is missing
+searched --costs bin.json | bin.json: is no text
+searched --costs nowhere.json | nowhere.json: No such file or directory
+searched --seconds 0 | --seconds: 0 is no time
+simulate --front | --schedule: --front is of all schedules
+simulate --synchronised timer | --synchronised timer: unknown, did you mean timers?
+simulate --weight-gradient-ms 1 | --weight-gradient-ms: 1f1b does not split backwards: leave it out
+simulate --schedule zb-h1 --weight-gradient-ms 5 | --weight-gradient-ms: give one a stage
+simulate --forward-ms , | --forward-ms: '' is no number
+simulate --costs costs.json | costs.json: placement: is missing
+costs nowhere.json | nowhere.json: No such file or directory
+costs broken.json | broken.json: is no trace evenpipe.trace/1
+costs bin.json | bin.json: is no trace evenpipe.trace/1
+costs . --saved-bytes 1.5 | --saved-bytes: '1.5': give whole numbers of bytes
+candidates --layers x | --layers x: must be a whole number
+candidates --stages 1 | --stages 1: one stage is no pipeline
+candidates --memory-gib lots | --memory-gib: 'lots' is no number
+candidates --precision fp8 | --precision fp8: must be 'fp32', 'bf16' or 'fp16'
+candidates --device tpu | --device tpu: unknown
+estimate --model m.yaml | --model m.yaml: has no models
+estimate --model m2.yaml | --model m2.yaml: a.layers: must be a whole number
+estimate --cluster c.yaml | nope: unknown among devices
+estimate --cluster 8-a100-80gb | --cluster 8-a100-80gb: unknown among clusters, did you mean a100-80gb?
+estimate --stages 7 | its 8 GPUs do not divide into replicas of 7
+estimate --layout a,b | --layout: 'a,b' is no list of numbers
+estimate --schedule kfkb --group-size 0 | --group-size: '0' is no whole number
+estimate --micro-batch-size 5 | --global-batch-size 32: is no multiple of 40
+estimate --expert-parallel 4 | --expert-parallel 4: gpt3-13b has no experts
+estimate --message-ms -1 | --message-ms: -1 is no duration
+plan --top 0 | --top: '0' is no whole number of at least 1
+plan --schedule 1f1b,,gpipe | --schedule: '1f1b,,gpipe': give names
+plan --schedule 1f1b gpipe | gpipe: unexpected argument
+plan --stages 9 | --stages 9: 8 GPUs do not divide
+recipe | --global-batch-size: how many samples
+recipe --set x | --set x: give key=value
+recipe --set dat=1 | --set dat: there is no such setting, did you mean data?
+recipe --plan plan.json | --plan plan.json: no plan that `evenpipe plan --out` wrote: model: is missing
+recipe --plan bin.json | --plan bin.json: cannot be read: no text
+recipe --launcher pbs | --launcher pbs: unknown
+recipe --check nowhere | cannot be read: No such file or directory
+recipe --from-flags torchrun | --from-flags: names no script behind a launcher
+partition --stages 0 | --stages 0: must be at least 1
+partition --stages 100000 | 100000 stages need 99999 cuts
+partition --precision bf61 | --precision bf61: unknown, did you mean bf16?
+partition --attention fast | --attention fast: unknown, choose one of eager, sdpa
+partition --device gameboy | --device gameboy: unknown among devices
+partition --device cpu | --memory-gib: how much may a stage hold?
+partition --memory-gib 1e-7 | no partition fits: give at least
+partition --mode sync --schedule 1f1b | --schedule: not allowed with argument --mode
+partition --profile broken.json | --profile broken.json: no evenpipe.profile/1: the file: is no JSON
+partition --half-layers | --half-layers: is for --megatron
+train --layers 3 | --layers 3: not divisible by --stages 2
+train --iterations 1.5 | --iterations 1.5: must be a whole number
+train --group-size big | --group-size big: must be a whole number or 'auto'
+train --data nowhere.txt | --data nowhere.txt: No such file or directory
+train --load nowhere | --load nowhere: no checkpoint there
+train --save empty.json | --save empty.json: cannot be made
+train --partition empty.json | --partition empty.json: no evenpipe.partition/1: search_ms: is missing
+train --engine warp | --engine warp: must be 'evenpipe'
+demo --picture demo.svg | --picture: demo.svg: pictures are PNG
+report nowhere.json --html x.html | nowhere.json: No such file or directory
+report broken.json --html x.html | broken.json: is no JSON document
+report empty.json --html x.html | it has no format
+report run.json --html x.html | run.json: timeline: is missing: write it anew
+report costs.json --html x.html | has no page
+run . | .: Is a directory: name the script to run
+run --cluster x f.py | --cluster: is for --estimate
+run --estimate --cluster nope f.py | --cluster nope: unknown among clusters
+run --cpu --deepspeed f.py | --deepspeed: not allowed with argument --cpu
+patches --check nowhere | --check nowhere: there is no such folder
+patches --check . | --check .: has neither
+patches --check . --markdown | leave out --check
+doctor --model nope | --model nope: unknown among models
+doctor --limit-s 0 | --limit-s: '0' is no whole number
+doctor --checkpoint-gib x | --checkpoint-gib: 'x' is no number
+"""
+#: Models that partition is given in other ways than by --model.
+MODELS = """
+partition --stages 2 | a model: name one of --model, --module, --hf, --megatron or --profile
+partition --stages 2 --module nowhere.py:f | --module nowhere.py:f: there is no file nowhere.py
+partition --stages 2 --module f.py:f | --module f.py:f: it should return (model, inputs), and returned int
+partition --stages 2 --hf hf.json | --hf hf.json: it has no 'architectures'
+partition --model gpt9 --stages 2 | --model gpt9: unknown, choose one of bert-large
+partition --megatron | --megatron: which flags? Give those of the run after --
+"""
+#: Words of pydantic, argparse and Python.
+INTERNAL = re.compile(r"Traceback|Input should|Field required|invalid \w+ value|Invalid JSON|NoneType|pydantic")
+
+
+def lines(text: str, good: dict[str, str]) -> list[tuple[list[str], str]]:
+    found = []
+    for line in text.strip().splitlines():
+        words, _, said = line.partition(" | ")
+        command, *added = shlex.split(words)
+        found.append(([*good.get(command, command).split(), *added], said))
+    return found
+
+
+CASES = [*lines(BAD, GOOD), *lines(MODELS, {})]
+
+
+@pytest.mark.parametrize(("argv", "said"), CASES, ids=[" ".join(argv)[-60:] for argv, _ in CASES])
+def test_bad_input_is_one_line(
+    argv: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        Path(name).write_bytes(content)
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    shown = capsys.readouterr()
+    assert (caught.value.code, shown.out, shown.err.count("\n")) == (2, "", 1)
+    assert shown.err.startswith(f"evenpipe {argv[0]}: error: ")
+    assert said in shown.err
+    assert not INTERNAL.search(shown.err)
+    assert set(os.listdir()) == set(FILES)
