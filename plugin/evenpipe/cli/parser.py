@@ -61,22 +61,30 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all words. An unknown word is reported before a missing option, for which it may be meant."""
         self._as_json = "--json" in args
-        required = [action for action in self._actions if action.required]
-        for action in required:
-            action.required = False
+        groups = [group for group in self._mutually_exclusive_groups if group.required]
+        required: list[Any] = [*(action for action in self._actions if action.required), *groups]
+        for one in required:
+            one.required = False
         try:
             found, unknown = super().parse_known_args(args, namespace)
         except argparse.ArgumentError as error:
             name = error.argument_name and error.argument_name.partition("/")[0]
             self.error(f"{name}: {error.message}" if name else error.message)
         finally:
-            for action in required:
-                action.required = True
+            for one in required:
+                one.required = True
         self._as_json = getattr(found, "json", self._as_json)
         if unknown:
             self._refuse(next((word for word in unknown if word.startswith("-")), unknown[0]))
-        needed = [action for action in required if action.nargs != argparse.REMAINDER]
-        missing = [_named(one, str(one.metavar)) for one in needed if getattr(found, one.dest) is None]
+        needed: list[tuple[argparse.Action, ...]] = [
+            (one,) for one in self._actions if one.required and one.nargs != argparse.REMAINDER
+        ]
+        needed += [tuple(group._group_actions) for group in groups]
+        missing = [
+            " or ".join(_named(one, str(one.metavar)) for one in each)
+            for each in needed
+            if all(getattr(found, one.dest) is None for one in each)
+        ]
         if missing:
             self.error(f"missing {', '.join(missing)}")
         return found, unknown
