@@ -102,7 +102,7 @@ def test_one_machine_whose_port_is_taken(tmp_path: Path) -> None:
 def test_the_table_for_people_ends_with_what_there_is_to_do() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BARE.format(before="")],
-        env=environ(CUDA_LAUNCH_BLOCKING="1", MASTER_PORT=str(free_port())),
+        env=environ(CUDA_LAUNCH_BLOCKING="1", MASTER_PORT=str(free_port()), COLUMNS="200"),
         capture_output=True,
         text=True,
     )
