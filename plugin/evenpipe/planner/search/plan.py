@@ -62,7 +62,7 @@ def _reason(question: Question, found: Found, family: Family, best: Planned) -> 
         return f"not needed, the best run fits without it: it would leave {max(0.0, free):.1f} GiB more, no time less"
     if faster >= -_SAME:
         return f"no faster ({max(0.0, -faster):.2%} slower): {brief(one)}"
-    why = f"{-faster:.1%} slower at best, {_why(one, best)}: {brief(one)}"
+    why = f"about {-faster:.1%} slower, {_why(one, best)}: {brief(one)}"
     if family.value != "with BPipe":
         return why
     flash = f" ({_FLASH})" if one.run.attention == "flash" else ""

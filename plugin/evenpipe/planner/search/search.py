@@ -50,11 +50,15 @@ class Planned(NamedTuple):
         return max(0.0, 1 - self.computing_ms / self.ms_a_sample)
 
 
+#: Times of two runs up to so far apart are equal: a published iteration repeats to that.
+EQUAL: Final = 1.02
+
+
 class ParetoFront:
     """Runs of which none is as fast as another and uses as much memory: in order, each slower and with less memory.
 
-    So that it is not a hundred runs long, a slower one has to use less by ``close`` bytes, and not to take ``slowest``
-    times as long as the fastest.
+    So that it is not a hundred runs long, one has to use less by ``close`` bytes than all that are faster or equally
+    fast, and not to take ``slowest`` times as long as the fastest.
     """
 
     def __init__(self, close: float, slowest: float) -> None:
@@ -69,9 +73,8 @@ class ParetoFront:
 
     def takes(self, ms: float, nbytes: int) -> bool:
         """Return whether such a run would be of the front."""
-        if self.points and ms >= self._slowest * self.points[0].ms_to_loss:
-            return False
-        return nbytes < self.least(ms) - self._close
+        fastest = self.points[0].ms_to_loss if self.points else math.inf
+        return ms < fastest or (ms < self._slowest * fastest and nbytes < self.least(ms * EQUAL) - self._close)
 
     def enter(self, planned: Planned) -> None:
         """Add it, unless it is not of the front, and leave out what then is not."""
@@ -84,7 +87,7 @@ class ParetoFront:
 
 
 #: Of the device's memory, by which a slower run of the front has to use less.
-_CLOSE: Final = 0.02
+_CLOSE: Final = 0.05
 #: Times the fastest's time, from which a run is too slow for the front.
 _SLOWEST: Final = 2.0
 
@@ -93,9 +96,10 @@ _SLOWEST: Final = 2.0
 class Found:
     """``plans``: the fastest first, as many as were asked for. ``front``: none uses less memory and is as fast.
 
-    best: the fastest that fits of each family; least_bytes: what its smallest run needs at least. considered, allowed:
-    how many runs there are, and a plan may have; nearest: bytes of the smallest of the latter. too_large, slower: how
-    many a bound has left out, by memory and as slower than what was found; the others were simulated.
+    best: the fastest of each family that was simulated and fits; least_bytes: what its smallest run needs at least.
+    considered, allowed: how many runs there are, and a plan may have; nearest: bytes of the smallest of the latter.
+    too_large, slower: how many a bound has left out, by memory and as slower than what was found; the others were
+    simulated.
     """
 
     plans: list[Planned] = field(default_factory=list)
@@ -115,10 +119,10 @@ def search(question: Question, top: int = 1) -> Found:
 
     Runs are compared by the time to the same loss: a run with late gradients needs more iterations (`Run.iterations`).
 
-    No run that a bound leaves out could be among them: by memory, as it would not fit; by time, as what is simulated
-    already is at least as fast as it could be, for each of its families, for the ``top``, and with as little memory.
-    Of schedules that a plan may not have, the first that fits is taken for the best, which is so but for messages;
-    they are weighed without BPipe.
+    No run that a bound leaves out could be among the ``top`` or, but for `EQUAL` times, on the front: by memory, as it
+    would not fit; by time, as what is simulated already is at least as fast as it could be, with as little memory.
+    Of a family that none of these is of, the run that fits and has the least bound is taken for its best. Of schedules
+    that a plan may not have it is weighed without BPipe.
     BPipe is planned where a run does not fit without it: evictions only add to what stages wait for (BPipe §4.2), and
     the time without them, with ranks in the same places, is a bound too.
     Raises EstimateError, one line, where nothing fits.
@@ -182,8 +186,6 @@ def _may_count(candidate: Candidate, found: Found, front: ParetoFront, top: int)
         return True
     if not candidate.allowed:
         return False
-    if any(candidate.ms < found.best[family].ms_to_loss for family in candidate.families):
-        return True
     among = len(found.plans) < top or (top > 0 and candidate.ms < found.plans[-1].ms_to_loss)
     return among or front.takes(candidate.ms, candidate.nbytes)
 
