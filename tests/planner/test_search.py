@@ -194,6 +194,34 @@ def test_a_framework_without_uneven_stages_has_none() -> None:
     assert any(one.run.layout is not None for one in candidates(uneven))
 
 
+def test_any_number_of_chunks_has_a_balanced_layout() -> None:
+    """61 layers divide by none, and 61 and both ends by 3, 7 and 9 only: DeepSeek-V3 is trained with 4 and 8."""
+    of = model("deepseek-v3")
+    question = Question(of, cluster("128x8-h100"), 2048, replace(MEGATRON, uneven=True), ("interleaved",))
+    question = replace(question, tensor=2, stages=8, micro_batch=1)
+    found = {one.run.chunks: one.run.layout for one in candidates(question) if one.run.layout}
+    assert set(found) == set(range(2, 8))
+    for chunks, layout in found.items():
+        assert sum(layout) == of.layers
+        assert min(layout[1:-1]) > 0
+        each = [sum(layout[stage::8]) for stage in range(8)]
+        assert len(layout) == 8 * chunks
+        assert max(each) == 8  # the last has a prediction layer and two heads beside its own
+        assert each[-1] == min(each) < 8
+
+
+def test_a_v_is_balanced_by_its_own_stages() -> None:
+    """Its first stage has both ends of the model."""
+    question = Question(model("llama3-8b"), cluster("2x4-h100"), 24, ALL, ("zbv",), framework("megatron"), stages=4)
+    layouts = {one.run.layout for one in candidates(question) if one.run.layout}
+    assert layouts
+    for layout in layouts:
+        each = [layout[stage] + layout[7 - stage] for stage in range(4)]
+        assert sum(each) == 32
+        assert each[0] == min(each)
+        assert max(each[1:]) - min(each[1:]) <= 1
+
+
 def test_long_sequences_are_divided_among_context_parallel_ranks() -> None:
     """One GPU cannot hold a layer's activations of 131,072 tokens without."""
     sizes = {"layers": 8, "hidden": 4096, "heads": 32, "vocabulary": 128256, "sequence": 131072}

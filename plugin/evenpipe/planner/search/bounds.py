@@ -92,24 +92,35 @@ class Profile:
             ),
         )
 
-    def _balanced(self, parts: int) -> tuple[int, ...]:
-        """Layers of each part such that the slowest is as fast as can be, with what the ends have beside layers.
+    def _balanced(self, owners: tuple[int, ...]) -> tuple[int, ...]:
+        """Layers of each part such that the slowest stage is as fast as can be; ``owners``: of each part, its stage.
 
-        Layer by layer to the part that is then the fastest: with layers that are alike there is nothing better. Of
-        equal ones the later part takes it, as earlier ones hold more micro-batches.
+        Every part between the ends has a layer. The others go one by one to the stage that is then the fastest, and
+        there to the fastest part: with layers that are alike there is nothing better. The ends count with what they
+        have beside layers. Of equal ones the later takes it, as earlier ones hold more micro-batches.
         """
+        parts = len(owners)
         bare = self._parts_of(parts, 1, (0,) * (parts - 1) + (self._layers,))
-        ends = [
-            sum(sum(self._of[kind].time[:2]) * n for kind, n in part if not kind.endswith("layer")) for part in bare
-        ]
         each = sum(self._of[self._layer].time[:2])
-        queue = [(end + each, -position) for position, end in enumerate(ends)]
+        layers = [0, *[1] * (parts - 2), 0]
+        own = [
+            sum(sum(self._of[kind].time[:2]) * n for kind, n in part if not kind.endswith("layer")) + each * layers[at]
+            for at, part in enumerate(bare)
+        ]
+        of_stage: dict[int, list[tuple[float, int]]] = {}
+        for position, stage in enumerate(owners):
+            of_stage.setdefault(stage, []).append((own[position], -position))
+        queue = [(sum(seconds for seconds, _ in of), -stage) for stage, of in of_stage.items()]
         heapq.heapify(queue)
-        layers = [0] * parts
-        for _ in range(self._layers):
-            seconds, position = queue[0]
+        for of in of_stage.values():
+            heapq.heapify(of)
+        for _ in range(self._layers - sum(layers)):
+            seconds, stage = queue[0]
+            of = of_stage[-stage]
+            fewest, position = of[0]
             layers[-position] += 1
-            heapq.heapreplace(queue, (seconds + each, position))
+            heapq.heapreplace(of, (fewest + each, position))
+            heapq.heapreplace(queue, (seconds + each, stage))
         return tuple(layers)
 
 

@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 from itertools import product
 from typing import Final, Literal, NamedTuple
 
+from evenpipe.planner.descriptions import Model
 from evenpipe.planner.estimate import Positions, positions_of
 from evenpipe.planner.iteration import HandOver, hand_over, message_bytes_of
 from evenpipe.planner.kernels import FITTED, Kernels
@@ -53,19 +54,21 @@ def families_of(run: Run, allowed: bool) -> Iterator[Family]:
 
 #: Micro-batches in a row that kFkB is tried with; more of them hide slower links and hold as many times as much.
 _GROUPS: Final = (2, 4)
+#: Model chunks of a stage up to which every number is tried, whatever it leaves over.
+_UNEVEN: Final = 8
 #: Fewest stages at which BPipe evicts anything (§3.3).
 _LEVELLED: Final = 4
 
 
 class Shape(NamedTuple):
-    """How model and batch are divided; ``run`` has no schedule yet. ``nbytes``: its fullest stage needs at least.
-
-    Where that is more than there is, nobody has asked how layers are laid out.
+    """How model and batch are divided; ``run`` has no schedule and no layout yet. ``even``: its parts have as many
+    layers each; else their stages are balanced. ``nbytes``: its fullest stage needs at least.
     """
 
     run: Run
     profile: Profile
     nbytes: int
+    even: bool = True
 
 
 class Way(NamedTuple):
@@ -113,31 +116,28 @@ def shapes(question: Question, divided: Divided) -> Iterator[Shape]:
 
 def _laid_out(question: Question, run: Run, profile: Profile, least: int) -> Iterator[Shape]:
     """With every number of model chunks, layout and placement; of what is too large anyway, with one or two chunks."""
-    layers, device = question.model.layers, question.cluster.device
-    fits = least <= device.memory_gib * 2**30
-    for v in _chunks(layers, run.stages)[: None if fits else 2]:
+    layers, uneven = question.model.layers, question.engine.uneven
+    chunks = [v for v in _chunks(question.model, run.stages) if uneven or layers % (run.stages * v) == 0]
+    if least > question.cluster.device.memory_gib * 2**30:
+        yield from (Shape(replace(run, chunks=v), profile, least) for v in chunks[:2])
+        return
+    for v in chunks:
         parts = run.stages * v
-        even = layers % parts == 0
-        if not even and not question.engine.uneven:
-            continue
-        if not fits:
-            yield Shape(replace(run, chunks=v), profile, least)
-            continue
-        layouts: list[tuple[int, ...] | None] = [None] if even else []
-        if question.engine.uneven and parts > 1:
-            balanced = profile.balanced(parts)
-            if not even or len(set(balanced)) > 1:
-                layouts.append(balanced)
-        for layout, placement in product(layouts, _placements(question, run)):
-            yield Shape(replace(run, chunks=v, layout=layout, placement=placement), profile, least)
+        layouts = [True] * (layers % parts == 0) + [False] * (uneven and parts > 1)
+        for even, placement in product(layouts, _placements(question, run)):
+            yield Shape(replace(run, chunks=v, placement=placement), profile, least, even)
 
 
-def _chunks(layers: int, stages: int) -> list[int]:
-    """Model chunks a stage of which all have as many layers, where ends may count as one each (Llama 3 §3.3.2)."""
+def _chunks(model: Model, stages: int) -> list[int]:
+    """Model chunks a stage: few, or those of which all have as many layers.
+
+    Both ends may count as a layer (Llama 3 §3.3.2), and layers that predict further tokens.
+    """
     if stages == 1:
         return [1]
-    most = (layers + 2) // stages
-    return [1, *(v for v in range(2, most + 1) if any((layers + ends) % (stages * v) == 0 for ends in range(3)))]
+    most, counted = (model.layers + 2) // stages, model.layers + 2 + model.mtp_layers
+    fit = {v for v in range(2, most + 1) for whole in range(model.layers, counted + 1) if whole % (stages * v) == 0}
+    return sorted({1, *range(2, min(most, _UNEVEN) + 1), *fit})
 
 
 def _placements(question: Question, run: Run) -> list[Placement]:
@@ -223,22 +223,31 @@ class _Shared:
     `positions_of` makes equal ones once.
     """
 
-    def __init__(self, question: Question, run: Run, parts: Sequence[PartCost]) -> None:
-        self._model, self._cluster, self._run, self._parts = question.model, question.cluster, run, parts
+    def __init__(self, question: Question, shape: Shape) -> None:
+        self._model, self._shape = question.model, shape
+        self._laid_out: dict[int, tuple[tuple[int, ...] | None, Sequence[PartCost]]] = {}
         self._unlike: dict[int, Sequence[int]] = {}
         self._ends: dict[tuple[int, bool, bool | None], float] = {}
         self._over: dict[tuple[bool, bool], HandOver] = {}
-        self._kernels = cache(lambda bpipe: Kernels(replace(run, bpipe=bpipe), question.cluster, FITTED))
+        self._kernels = cache(lambda bpipe: Kernels(replace(shape.run, bpipe=bpipe), question.cluster, FITTED))
+
+    def laid_out(self, where: Positions) -> tuple[tuple[int, ...] | None, Sequence[PartCost]]:
+        """Return the layout, None where it is even, and its parts."""
+        if id(where) not in self._laid_out:
+            run, profile, _, even = self._shape
+            layout = None if even else profile.balanced(tuple(where.stages))
+            self._laid_out[id(where)] = layout, profile.parts(run.stages, run.chunks, layout)
+        return self._laid_out[id(where)]
 
     def unlike(self, where: Positions) -> Sequence[int]:
         if id(where) not in self._unlike:
-            self._unlike[id(where)] = unlike(self._parts, where)
+            self._unlike[id(where)] = unlike(self.laid_out(where)[1], where)
         return self._unlike[id(where)]
 
     def end_ms(self, where: Positions, tried: Run) -> float:
         key = id(where), tried.bpipe, tried.overlap_parameters
         if key not in self._ends:
-            self._ends[key] = least_end_ms(self._parts, where, tried, self._kernels(tried.bpipe))
+            self._ends[key] = least_end_ms(self.laid_out(where)[1], where, tried, self._kernels(tried.bpipe))
         return self._ends[key]
 
     def hand_over(self, tried: Run) -> HandOver:
@@ -252,8 +261,7 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
     run, device = shape.run, question.cluster.device
     have = device.memory_gib * 2**30
     message_bytes = message_bytes_of(question.model, run)
-    parts = shape.profile.parts(run.stages, run.chunks, run.layout) if shape.nbytes <= have else []
-    same = _Shared(question, run, parts)
+    same = _Shared(question, shape)
     for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
         if split and run.recompute == "full":  # slower than 1F1B that recomputes as much, or less, in that memory
@@ -262,8 +270,12 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
         allowed = not question.refused(way.spec) and not sharded
         if way.bpipe and not allowed:
             continue
+        layout, parts = same.laid_out(way.where) if shape.nbytes <= have else (None, [])
+        if not shape.even and parts and len(set(layout or ())) < 2:  # which is even
+            continue
         tried = replace(
             run,
+            layout=layout,
             schedule=way.spec.name,
             bpipe=way.bpipe,
             group_size=way.size.group_size,
