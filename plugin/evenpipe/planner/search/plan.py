@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from evenpipe.planner.run import Placement, Recompute, Run
 from evenpipe.planner.search.candidates import Family, families_of
 from evenpipe.planner.search.question import Question
-from evenpipe.planner.search.search import Found, Planned
+from evenpipe.planner.search.search import Found, Planned, preference
 from evenpipe.schedule import find
 
 __all__ = ["Plan", "PlannedRun", "Rejected", "StagePlan", "brief", "plan_of", "rejected"]
@@ -57,6 +57,11 @@ def _reason(question: Question, found: Found, family: Family, best: Planned) -> 
         to_loss = f" to the same loss ({one.run.iterations - 1:.0%} more iterations)" if one.run.delayed else ""
         way = "faster" if faster > 0 else "slower"
         return f"{refused}; it would be about {abs(faster):.1%} {way}{to_loss}: {brief(one)}"
+    if faster > _SAME:
+        have = question.cluster.device.memory_gib * _GIB
+        full = preference(one.run, one.most_bytes, have)[0]
+        less = "it leaves less memory free" if full else "the schedule that is taken is no less simple"
+        return f"{faster:.1%} faster, which counts as equal, and {less}: {brief(one)}"
     if family.value == "with BPipe" and faster >= -_SAME:
         free = (best.most_bytes - one.most_bytes) / _GIB
         return f"not needed, the best run fits without it: it would leave {max(0.0, free):.1f} GiB more, no time less"

@@ -15,7 +15,7 @@ from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.candidates import Candidate, Family, candidates
 from evenpipe.planner.search.question import Question, nothing_fits
 
-__all__ = ["Found", "ParetoFront", "Planned", "search"]
+__all__ = ["EQUAL", "Found", "ParetoFront", "Planned", "preference", "search"]
 
 
 class Planned(NamedTuple):
@@ -88,18 +88,20 @@ class ParetoFront:
 
 #: Of the device's memory, by which a slower run of the front has to use less.
 _CLOSE: Final = 0.05
+#: Of the device's memory, that a plan should leave free: what no estimate counts, and fragments.
+_FREE: Final = 0.05
 #: Times the fastest's time, from which a run is too slow for the front.
 _SLOWEST: Final = 2.0
 
 
 @dataclass
 class Found:
-    """``plans``: the fastest first, as many as were asked for. ``front``: none uses less memory and is as fast.
+    """``plans``: the fastest, as many as were asked for; before them, of equally fast ones, the one of `preference`.
 
-    best: the fastest of each family that was simulated and fits; least_bytes: what its smallest run needs at least.
-    considered, allowed: how many runs there are, and a plan may have; nearest: bytes of the smallest of the latter.
-    too_large, slower: how many a bound has left out, by memory and as slower than what was found; the others were
-    simulated.
+    front: none uses less memory and is as fast. best: the fastest of each family that was simulated and fits;
+    least_bytes: what its smallest run needs at least. considered, allowed: how many runs there are, and a plan may
+    have; nearest: bytes of the smallest of the latter. too_large, slower: how many a bound has left out, by memory and
+    as slower than what was found; the others were simulated.
     """
 
     plans: list[Planned] = field(default_factory=list)
@@ -132,7 +134,8 @@ def search(question: Question, top: int = 1) -> Found:
     queue = list(_fitting(question, found))
     heapq.heapify(queue)
     estimate = Estimator(question.model, question.cluster, question.of)
-    front = ParetoFront(_CLOSE * question.cluster.device.memory_gib * 2**30, _SLOWEST)
+    have = question.cluster.device.memory_gib * 2**30
+    front = ParetoFront(_CLOSE * have, _SLOWEST)
     plain: dict[Run, float] = {}
     fitting: set[Run] = set()  # wherever their ranks are
     while queue:
@@ -143,7 +146,7 @@ def search(question: Question, top: int = 1) -> Found:
         if ms > candidate.ms:
             heapq.heappush(queue, candidate._replace(ms=ms))
             continue
-        if not _may_count(candidate, found, front, 0 if fits else top):
+        if not _may_count(candidate, found, front, 0 if fits else top, have):
             found.slower += 1
             continue
         found.simulated += 1
@@ -162,7 +165,21 @@ def search(question: Question, top: int = 1) -> Found:
     found.front = front.points
     if not found.plans:
         raise EstimateError(nothing_fits(question, found.allowed, found.nearest))
+    first = min(_equal(found.plans), key=lambda one: (*preference(one.run, one.most_bytes, have), one.ms_to_loss))
+    found.plans = [first, *(one for one in found.plans if one is not first)][:top]
     return found
+
+
+def preference(run: Run, nbytes: int, have: float) -> tuple[bool, int]:
+    """Return what comes first of runs that are equally fast: memory that is free, and a simple schedule.
+
+    A schedule is the simpler the less it needs of an engine; BPipe is one thing more.
+    """
+    return nbytes > (1 - _FREE) * have, len(run.spec.needs) + run.bpipe
+
+
+def _equal(plans: list[Planned]) -> list[Planned]:
+    return [one for one in plans if one.ms_to_loss <= EQUAL * plans[0].ms_to_loss]
 
 
 def _fitting(question: Question, found: Found) -> Iterator[Candidate]:
@@ -181,13 +198,21 @@ def _fitting(question: Question, found: Found) -> Iterator[Candidate]:
             found.nearest = min(found.nearest, candidate.nbytes)
 
 
-def _may_count(candidate: Candidate, found: Found, front: ParetoFront, top: int) -> bool:
+def _may_count(candidate: Candidate, found: Found, front: ParetoFront, top: int, have: float) -> bool:
     if any(family not in found.best for family in candidate.families):
         return True
     if not candidate.allowed:
         return False
-    among = len(found.plans) < top or (top > 0 and candidate.ms < found.plans[-1].ms_to_loss)
-    return among or front.takes(candidate.ms, candidate.nbytes)
+    return (top > 0 and _may_be_planned(candidate, found, top, have)) or front.takes(candidate.ms, candidate.nbytes)
+
+
+def _may_be_planned(candidate: Candidate, found: Found, top: int, have: float) -> bool:
+    """From the first candidate on that cannot be the fastest, the fastest is known, as its bound is the least."""
+    plans = found.plans
+    if len(plans) < top or candidate.ms < plans[top - 1].ms_to_loss:
+        return True
+    best = min(preference(one.run, one.most_bytes, have) for one in _equal(plans))
+    return candidate.ms <= EQUAL * plans[0].ms_to_loss and preference(candidate.run, candidate.nbytes, have) < best
 
 
 def _enter(planned: Planned, candidate: Candidate, found: Found, front: ParetoFront, top: int) -> None:
@@ -199,7 +224,7 @@ def _enter(planned: Planned, candidate: Candidate, found: Found, front: ParetoFr
         front.enter(planned)
         if top:
             bisect.insort(found.plans, planned, key=lambda one: one.ms_to_loss)
-            del found.plans[top:]
+            del found.plans[max(top, len(_equal(found.plans))) :]
 
 
 def _without_bpipe(question: Question, run: Run) -> Run:
