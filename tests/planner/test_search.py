@@ -365,3 +365,37 @@ def test_large_clusters_on_one_core(name: str, nodes: str, samples: int, limit_s
         taken.append(time.process_time() - started)
     assert min(taken) < limit_s
     assert found.simulated < 0.03 * found.considered
+
+
+#: NVIDIA's recipes with bf16 weights and gradients (dgxc-benchmarking 25.04.02): GPUs, samples, how they are divided.
+PUBLISHED = [
+    ("llama3-70b", "8x8-h100", 128, {"tensor": 4, "stages": 4, "context": 2, "chunks": 5}),
+    ("llama3-405b", "64x8-h100", 256, {"tensor": 8, "stages": 8, "context": 2, "chunks": 8}),
+]
+
+
+def asked_as_published(name: str, nodes: str, samples: int) -> Question:
+    of, where = model(name), cluster(nodes)
+    named = framework_of(of, where)
+    asked = Run(global_batch=1, gradients_in_fp32=False)
+    return Question(of, where, samples, engine_of(named), weighed(), named, asked)
+
+
+@pytest.mark.parametrize(("name", "nodes", "samples", "sizes"), PUBLISHED)
+def test_published_recipes_are_searched_and_the_plan_is_no_slower(
+    name: str, nodes: str, samples: int, sizes: dict[str, int]
+) -> None:
+    """Context parallelism at 8,192 tokens, and 126 layers in 64 parts with one in the first and the last."""
+    question = asked_as_published(name, nodes, samples)
+    kept = {key: sizes[key] for key in ("tensor", "stages", "context")}
+    near = replace(question, **kept, micro_batch=1)  # type: ignore[arg-type]
+    chunks = sizes["chunks"]
+    layout = None if question.model.layers % (sizes["stages"] * chunks) == 0 else (1, *[2] * 62, 1)
+    wanted = {"chunks": chunks, "layout": layout, "recompute": "none", "schedule": "interleaved"}
+    wanted |= {"bpipe": False, "placement": "replicas"}
+    [published] = [
+        one.run for one in candidates(near) if all(getattr(one.run, key) == value for key, value in wanted.items())
+    ]
+    estimate = Estimator(question.model, question.cluster)(published)
+    assert estimate.fits
+    assert search(question).plans[0].estimate.iteration_ms <= estimate.iteration_ms
