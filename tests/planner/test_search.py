@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from evenpipe.cli.plan import engine_of
 from evenpipe.planner.descriptions import Model, cluster, framework, model
-from evenpipe.planner.estimate import Estimate, Estimator, framework_of
+from evenpipe.planner.estimate import Estimate, Estimator, framework_of, positions_of
 from evenpipe.planner.run import EstimateError, Run
-from evenpipe.planner.search.bounds import least_live
+from evenpipe.planner.search.bounds import edges_of, least_live, ordered_ms
 from evenpipe.planner.search.candidates import Candidate, candidates
 from evenpipe.planner.search.plan import rejected
 from evenpipe.planner.search.question import Engine, Question, weighed
 from evenpipe.planner.search.search import EQUAL, Found, preference, search
 from evenpipe.schedule import Programs, Size, find, own
+from evenpipe.simulate import Costs, Wire, simulate
 
 MEGATRON = Engine("Megatron", frozenset(["chunks", "groups", "stream"]), uneven=False, context=False)
 SMALL = Question(model("gpt3-13b"), cluster("1x8-a100-80gb"), 8, MEGATRON, ("1f1b", "interleaved", "gpipe"))
@@ -335,6 +336,32 @@ def test_stages_hold_no_less_than_is_taken_for_sure(name: str, p: int, m: int, v
     batches = 3 if "stream" in spec.needs else 1
     held = Programs(spec, bpipe)(size._replace(batches=batches)).schedule.peak_live
     assert all(one <= other for one, other in zip(sure, held, strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["v-half", "zbv", "v-min", "dualpipev"]),
+    st.lists(st.tuples(*[st.integers(1, 30)] * 3), min_size=2, max_size=6),
+    st.integers(0, 20),
+    st.integers(0, 20),
+)
+def test_a_batch_is_no_shorter_than_its_order_s_ends_make_it(
+    name: str, times: list[tuple[int, int, int]], more: int, lag: int
+) -> None:
+    """The ends are taken from a batch of two rounds, whatever the length of this one."""
+    spec, stages = find(name), len(times)
+    size = spec.fitted(Size(stages, 2 * stages + more, 2))
+    each = [(one[0] / 2, one[1] / 2, one[2] / 2) for one in times]
+    edges = edges_of(spec, size)
+    assert edges is not None
+    bound = ordered_ms(edges, positions_of(spec.places(size)), size.micro_batches, each, lag)
+    costs = Costs(
+        tuple(float(f) for f, _, _ in times),
+        tuple(float(d + w) for _, d, w in times),
+        wires={"forward": Wire(lag, 0.0), "backward": Wire(lag, 0.0)},
+        weight_gradient_ms=tuple(float(w) for _, _, w in times),
+    )
+    assert bound <= simulate(Programs(spec)(size), costs).makespan_ms * (1 + 1e-9)
 
 
 # A core of a shared machine is at times half as fast as it is at others.

@@ -17,16 +17,20 @@ from evenpipe.planner.operations.parts import Block, Blocks, Part, parts_of
 from evenpipe.planner.run import Run
 from evenpipe.planner.stage_bytes import Chunk, chunks_of, stage_bytes
 from evenpipe.schedule import KINDS, Places, Size, Spec, loop
+from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 
 __all__ = [
     "Divided",
+    "Edges",
     "PartCost",
     "Profile",
+    "edges_of",
     "least_bytes",
     "least_bytes_of_any_layout",
     "least_end_ms",
     "least_live",
     "least_ms",
+    "ordered_ms",
     "unlike",
 ]
 
@@ -148,13 +152,112 @@ class Divided:
 _MS: Final = 1e3
 
 
-def least_ms(parts: Sequence[PartCost], where: Positions, run: Run, over: HandOver, split: bool, stream: bool) -> float:
+class Edge(NamedTuple):
+    """A stage's first or last action on one of its parts, in the order of its schedule.
+
+    work: how many forwards, input gradients and weight gradients the stage has before its first one, or after its last.
+    """
+
+    position: int
+    backward: bool
+    work: tuple[int, int, int]
+
+
+class Edges(NamedTuple):
+    """Of each stage, first actions that are in the first half of a short batch, and last ones in its second half."""
+
+    first: Sequence[Sequence[Edge]]
+    last: Sequence[Sequence[Edge]]
+
+
+def edges_of(spec: Spec, size: Size) -> Edges | None:
+    """Return where a stage waits at the ends of a batch beside its schedule's order; None for short batches.
+
+    None too for schedules whose waits `least_ms` has anyway: those whose live units are known without their order.
+    """
+    if spec.live is not None or size.micro_batches < 2 * size.stages:
+        return None
+    return _edges(spec, size._replace(micro_batches=2 * size.stages))
+
+
+@cache
+def _edges(spec: Spec, size: Size) -> Edges:
+    """As a batch of two rounds has them: a longer one of the package's schedules begins and ends alike."""
+    places = spec.places(size)
+    rows = [
+        [(one.kind, places.position(stage, one.chunk)) for one in row] for stage, row in enumerate(spec.order(size))
+    ]
+    return Edges([_first(row) for row in rows], [_first(row[::-1]) for row in rows])
+
+
+def _first(row: Sequence[tuple[str, int]]) -> list[Edge]:
+    found: dict[tuple[bool, int], Edge] = {}
+    forwards = gradients = weights = 0
+    for kind, position in row[: len(row) // 2]:
+        if kind != WEIGHT_GRADIENT:
+            backward = kind != FORWARD
+            found.setdefault((backward, position), Edge(position, backward, (forwards, gradients, weights)))
+        forwards += kind == FORWARD
+        gradients += kind in (BACKWARD, INPUT_GRADIENT)
+        weights += kind in (BACKWARD, WEIGHT_GRADIENT)
+    return list(found.values())
+
+
+def _waits(edges: Sequence[Edge], each: tuple[float, float, float], ms: Callable[[Edge], float]) -> float:
+    """Return the longest wait: ``ms`` that others take beside an edge, less the stage's own work there."""
+    return max((ms(edge) - sum(map(float.__mul__, each, map(float, edge.work))) for edge in edges), default=0.0)
+
+
+def ordered_ms(
+    edges: Edges, where: Positions, m: int, times: Sequence[tuple[float, float, float]], lag: float
+) -> float:
+    """Return a lower bound of a batch by its order; ``times``: of each stage's chunk, of a micro-batch.
+
+    Before its first action on a part a stage has done what its order has before it, and others what that waits for: the
+    parts before it, and for a gradient all forwards and the parts behind it. After its last action likewise.
+    """
+    f, d = [0.0], [0.0]
+    for position, stage in enumerate(where.stages):
+        hop = lag * (position > 0 and stage != where.stages[position - 1])
+        f.append(f[-1] + times[stage][0] + hop)
+        d.append(d[-1] + times[stage][1] + hop)
+
+    def hop_to(position: int) -> float:
+        return lag * (position > 0 and where.stages[position] != where.stages[position - 1])
+
+    def before(edge: Edge) -> float:
+        n = edge.position
+        if not edge.backward:
+            return f[n] + hop_to(n)
+        return f[-1] + d[-1] - d[n + 1]
+
+    def after(edge: Edge) -> float:
+        n = edge.position
+        return d[n] + hop_to(n) if edge.backward else f[-1] - f[n + 1] + d[-1]
+
+    chunks = len(where.at[0])
+    return max(
+        m * chunks * sum(each) + max(0.0, _waits(first, each, before)) + max(0.0, _waits(last, each, after))
+        for each, first, last in zip(times, edges.first, edges.last, strict=True)
+    )
+
+
+def least_ms(
+    parts: Sequence[PartCost],
+    where: Positions,
+    run: Run,
+    over: HandOver,
+    split: bool,
+    stream: bool,
+    edges: Edges | None = None,
+) -> float:
     """Return a lower bound of a batch's milliseconds, without its end, by its slowest stage's work and waits.
 
     Stage s carries out m forwards and m backwards, one at a time: m (f_s + b_s). Its first forward waits for the
     forwards of the parts before its first one, and for their messages (fill_s). After its last backward of that part,
     their backwards follow (drain_s). So a batch takes at least fill_s + m (f_s + b_s) + drain_s, for every s. Where
     backwards are split, gradients of weights may run beside the drain: before it, at least m (f_s + b_s − w_s) remain.
+    ``edges``: of a schedule that orders its ends otherwise than by these waits alone, where it has more of them.
     In a stream the next batch fills what this one leaves, so only m (f_s + b_s) is certain. (`Estimator` divides a
     stage's time evenly among its chunks, and so does this.)
     """
@@ -177,6 +280,9 @@ def least_ms(parts: Sequence[PartCost], where: Positions, run: Run, over: HandOv
         most = max(most, fill + max(whole, whole - m * late[stage] + drain))
         fill += forward[stage] / chunks
         drain += drains[stage] / chunks
+    if edges is not None and split:
+        times = [(f / chunks, d / chunks, w / chunks) for f, d, w in zip(forward, drains, late, strict=True)]
+        most = max(most, ordered_ms(edges, where, m, times, lag))
     return most
 
 

@@ -15,8 +15,10 @@ from evenpipe.planner.kernels import FITTED, Kernels
 from evenpipe.planner.run import Placement, Run
 from evenpipe.planner.search.bounds import (
     Divided,
+    Edges,
     PartCost,
     Profile,
+    edges_of,
     least_bytes,
     least_bytes_of_any_layout,
     least_end_ms,
@@ -72,13 +74,17 @@ class Shape(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A schedule of a shape's parts. ``size`` is what to build of it, for one batch; ``live``: `least_live`."""
+    """A schedule of a shape's parts. ``size`` is what to build of it, for one batch; ``live``: `least_live`.
+
+    edges: `edges_of`.
+    """
 
     spec: Spec
     size: Size
     where: Positions
     bpipe: bool
     live: Sequence[int]
+    edges: Edges | None
 
 
 def shapes(question: Question, divided: Divided) -> Iterator[Shape]:
@@ -177,7 +183,7 @@ def _ways(stages: int, micro_batches: int, chunks: int, schedules: tuple[str, ..
 
 
 def _way(spec: Spec, size: Size, places: Places, bpipe: bool) -> Way:
-    return Way(spec, size, positions_of(places), bpipe, least_live(spec, size, bpipe))
+    return Way(spec, size, positions_of(places), bpipe, least_live(spec, size, bpipe), edges_of(spec, size))
 
 
 @cache
@@ -290,7 +296,7 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
         ms = 0.0
         if nbytes <= have:
             over = same.hand_over(tried)
-            ms = least_ms(parts, way.where, tried, over, split, stream) + same.end_ms(way.where, tried)
+            ms = least_ms(parts, way.where, tried, over, split, stream, way.edges) + same.end_ms(way.where, tried)
         yield Candidate(
             ms / run.global_batch * tried.iterations,
             (way.bpipe, run.stages * run.chunks, way.size.group_size, number),
