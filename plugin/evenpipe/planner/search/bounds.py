@@ -48,11 +48,12 @@ class PartCost(NamedTuple):
 class Profile:
     """Every kind of block under one (t, b, recompute, e), which the number of stages does not change."""
 
-    def __init__(self, model: Model, cluster: Cluster, run: Run, parts_of: _PartsOf) -> None:
-        self._cluster, self._run = cluster, run
-        self._blocks = Blocks(model, run)
-        self._alone: list[Part] = [{kind: 1} for kind in self._blocks.operations]
-        self._chunks = dict(zip(self._blocks.operations, chunks_of(self._alone, self._blocks), strict=True))
+    def __init__(self, model: Model, run: Run, kernels: Kernels, parts_of: _PartsOf) -> None:
+        self._kernels, self._blocks = kernels, Blocks(model, run)
+        ends = (0, model.layers)
+        kinds = dict.fromkeys(kind for part in (*parts_of(1, 1, None), *parts_of(2, 1, ends)) for kind, _ in part)
+        self._alone: list[Part] = [{kind: 1} for kind in kinds]
+        self._chunks = dict(zip(kinds, chunks_of(self._alone, self._blocks), strict=True))
         self._layer: Block = "layer" if model.experts is None else "expert layer"
         self._layers = model.layers
         self._parts_of = parts_of
@@ -61,7 +62,7 @@ class Profile:
     @cached_property
     def _of(self) -> Mapping[Block, PartCost]:
         """Times are longer to find than bytes, and not of what does not fit anyway."""
-        times = part_times(self._alone, self._blocks, Kernels(self._run, self._cluster, FITTED))
+        times = part_times(self._alone, self._blocks, self._kernels)
         each = zip(self._chunks.items(), times, strict=True)
         return {kind: PartCost(time, chunk) for (kind, chunk), time in each}
 
@@ -133,15 +134,16 @@ class Divided:
 
     def __init__(self, model: Model, cluster: Cluster) -> None:
         self._model = model
-        self._cluster = cluster
         self._profiles: dict[Run, Profile] = {}
         self._parts = cache(self._parts_of)
+        self._kernels = cache(lambda run: Kernels(run, cluster, FITTED))
 
     def of(self, run: Run) -> Profile:
         """A block does not know of stages and replicas: those that share out experts are counted by ``expert``."""
         key = replace(run, global_batch=1, data=1, stages=1, chunks=1, layout=None, placement="replicas")
         if key not in self._profiles:
-            self._profiles[key] = Profile(self._model, self._cluster, key, self._parts)
+            kernels = self._kernels(replace(key, recompute="none"))  # what is recomputed takes as long as before
+            self._profiles[key] = Profile(self._model, key, kernels, self._parts)
         return self._profiles[key]
 
     def _parts_of(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> Sequence[_Counts]:
