@@ -16,7 +16,7 @@ from evenpipe.planner.descriptions import Model, cluster, framework, model
 from evenpipe.planner.estimate import Estimate, Estimator, framework_of, positions_of
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.bounds import edges_of, least_live, ordered_ms
-from evenpipe.planner.search.candidates import Candidate, candidates
+from evenpipe.planner.search.candidates import Candidate, Group, candidates, candidates_of, groups
 from evenpipe.planner.search.plan import rejected
 from evenpipe.planner.search.question import Engine, Question, weighed
 from evenpipe.planner.search.search import EQUAL, Found, preference, search
@@ -362,6 +362,21 @@ def test_a_batch_is_no_shorter_than_its_order_s_ends_make_it(
         weight_gradient_ms=tuple(float(w) for _, _, w in times),
     )
     assert bound <= simulate(Programs(spec)(size), costs).makespan_ms * (1 + 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(list(QUESTIONS)), st.integers(0, 10**6))
+def test_no_run_of_a_group_is_faster_or_smaller_than_the_group_s_bounds(name: str, number: int) -> None:
+    every = all_groups(name)
+    group = every[number % len(every)]
+    for one in candidates_of(QUESTIONS[name], group):
+        assert one.nbytes >= group.nbytes
+        assert not one.ms or one.ms >= group.ms * (1 - 1e-9)
+
+
+@cache
+def all_groups(name: str) -> list[Group]:
+    return list(groups(QUESTIONS[name]))
 
 
 # A core of a shared machine is at times half as fast as it is at others.

@@ -68,7 +68,7 @@ class Profile:
 
     def whole(self, stages: int) -> Chunk:
         """Return all stages together, one GPU of each: parameters, and what is kept of a micro-batch beside masks."""
-        every = [one for part in self._parts_of(stages, 1, (0,) * (stages - 1) + (self._layers,)) for one in part]
+        every = [one for part in self._parts_of(stages, 1, self._last(stages)) for one in part]
         chunks = [(self._chunks[kind], count) for kind, count in every]
         return Chunk(
             summed(one.parameters.times(count) for one, count in chunks),
@@ -76,6 +76,16 @@ class Profile:
             0.0,
             0.0,
         )
+
+    def least_ms(self, run: Run) -> float:
+        """Return milliseconds that a sample takes at least: the slowest stage has no less work than the mean one."""
+        every = [one for part in self._parts_of(run.stages, 1, self._last(run.stages)) for one in part]
+        seconds = sum(sum(self._of[kind].time[:2]) * count for kind, count in every)
+        return _MS * seconds * run.micro_batches / run.stages / run.global_batch
+
+    def _last(self, stages: int) -> tuple[int, ...]:
+        """All layers on the last stage."""
+        return (0,) * (stages - 1) + (self._layers,)
 
     def parts(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> list[PartCost]:
         """Return each part of the pipeline, in the order of the model."""
@@ -105,7 +115,7 @@ class Profile:
         have beside layers. Of equal ones the later takes it, as earlier ones hold more micro-batches.
         """
         parts = len(owners)
-        bare = self._parts_of(parts, 1, (0,) * (parts - 1) + (self._layers,))
+        bare = self._parts_of(parts, 1, self._last(parts))
         each = sum(self._of[self._layer].time[:2])
         layers = [0, *[1] * (parts - 2), 0]
         own = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from itertools import product
+from itertools import count, product
 from typing import Final, Literal, NamedTuple
 
 from evenpipe.planner.descriptions import Model
@@ -29,7 +29,18 @@ from evenpipe.planner.search.bounds import (
 from evenpipe.planner.search.question import Question
 from evenpipe.schedule import Places, ScheduleError, Size, Spec, find
 
-__all__ = ["Candidate", "Family", "Shape", "Way", "candidates", "families_of", "shapes", "ways"]
+__all__ = [
+    "Candidate",
+    "Family",
+    "Group",
+    "Shape",
+    "Way",
+    "candidates",
+    "candidates_of",
+    "families_of",
+    "groups",
+    "ways",
+]
 
 Kind = Literal["schedule", "bpipe", "recompute", "placement", "layout"]
 
@@ -87,13 +98,28 @@ class Way(NamedTuple):
     edges: Edges | None
 
 
-def shapes(question: Question, divided: Divided) -> Iterator[Shape]:
+class Group(NamedTuple):
+    """Runs that differ in chunks, layout, placement and schedule only; ``run`` has none of them yet.
+
+    ms: of a sample, at least: the work of the mean stage, 0 where it does not fit. nbytes: the fullest stage needs at
+    least. number: of which it is among all groups.
+    """
+
+    ms: float
+    number: int
+    run: Run
+    profile: Profile
+    nbytes: int
+
+
+def groups(question: Question) -> Iterator[Group]:
     """All of them. t divides heads and a node, t × c × p × d are all GPUs, b divides a replica's samples.
 
     Those are the most that ``question.samples`` has for each replica alike: all of them where d divides them (BPipe's
     B mod (mb × d) = 0), else less, since more is not safe.
     """
-    cluster, engine = question.cluster, question.engine
+    cluster, engine, number = question.cluster, question.engine, count()
+    divided, have = Divided(question.model, cluster), cluster.device.memory_gib * 2**30
     for t in question.tensors:
         base = question.base(t)
         for c, p in question.divisions(t):
@@ -115,13 +141,15 @@ def shapes(question: Question, divided: Divided) -> Iterator[Shape]:
                     )
                     profile = divided.of(run)
                     least = least_bytes_of_any_layout(profile.whole(p), run, cluster.device)
-                    yield from _laid_out(question, run, profile, least)
-                    if least > cluster.device.memory_gib * 2**30:
+                    ms = profile.least_ms(run) if least <= have else 0.0
+                    yield Group(ms, next(number), run, profile, least)
+                    if least > have:
                         break  # as larger micro-batches take no less
 
 
-def _laid_out(question: Question, run: Run, profile: Profile, least: int) -> Iterator[Shape]:
+def _shapes(question: Question, group: Group) -> Iterator[Shape]:
     """With every number of model chunks, layout and placement; of what is too large anyway, with one or two chunks."""
+    _, _, run, profile, least = group
     layers, uneven = question.model.layers, question.engine.uneven
     chunks = [v for v in _chunks(question.model, run.stages) if uneven or layers % (run.stages * v) == 0]
     if least > question.cluster.device.memory_gib * 2**30:
@@ -216,10 +244,15 @@ class Candidate(NamedTuple):
 
 def candidates(question: Question) -> Iterator[Candidate]:
     """All of them, what does not fit too."""
-    divided = Divided(question.model, question.cluster)
+    for group in groups(question):
+        yield from candidates_of(question, group)
+
+
+def candidates_of(question: Question, group: Group) -> Iterator[Candidate]:
+    """Yield those of a group."""
     before = 0
-    for shape in shapes(question, divided):
-        for candidate in _of_shape(question, shape, before):
+    for shape in _shapes(question, group):
+        for candidate in _of_shape(question, shape, group.number, before):
             before += 1
             yield candidate
 
@@ -263,7 +296,7 @@ class _Shared:
         return self._over[key]
 
 
-def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candidate]:
+def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iterator[Candidate]:
     run, device = shape.run, question.cluster.device
     have = device.memory_gib * 2**30
     message_bytes = message_bytes_of(question.model, run)
@@ -299,7 +332,7 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
             ms = least_ms(parts, way.where, tried, over, split, stream, way.edges) + same.end_ms(way.where, tried)
         yield Candidate(
             ms / run.global_batch * tried.iterations,
-            (way.bpipe, run.stages * run.chunks, way.size.group_size, number),
+            (way.bpipe, run.stages * run.chunks, way.size.group_size, group, number),
             nbytes,
             tried,
             tuple(families_of(tried, allowed)),

@@ -76,10 +76,12 @@ def _reason(question: Question, found: Found, family: Family, best: Planned) -> 
 
 def _unfit(question: Question, found: Found, family: Family) -> str:
     """Nothing of the family fits, or there is nothing of it."""
+    have = question.cluster.device.memory_gib
     least = found.least_bytes.get(family)
+    if found.left_out:
+        return f"does not fit into {have:.1f} GiB, or takes twice as long as the best"
     if least is None:
         return "no size divides model, batch and cluster"
-    have = question.cluster.device.memory_gib
     if least > have * _GIB:
         return f"does not fit, its smallest run needs at least {least / _GIB:.1f} GiB of {have:.1f}"
     return f"does not fit into {have:.1f} GiB at any size"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Final, NamedTuple
 
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import EstimateError, Run
-from evenpipe.planner.search.candidates import Candidate, Family, candidates
+from evenpipe.planner.search.candidates import Candidate, Family, Group, candidates_of, groups
 from evenpipe.planner.search.question import Question, nothing_fits
 
 __all__ = ["EQUAL", "Found", "ParetoFront", "Planned", "preference", "search"]
@@ -101,7 +100,8 @@ class Found:
     front: none uses less memory and is as fast. best: the fastest of each family that was simulated and fits;
     least_bytes: what its smallest run needs at least. considered, allowed: how many runs there are, and a plan may
     have; nearest: bytes of the smallest of the latter. too_large, slower: how many a bound has left out, by memory and
-    as slower than what was found; the others were simulated.
+    as slower than what was found; the others were simulated. left_out: groups of runs that were not looked at, as they
+    take twice as long as the best.
     """
 
     plans: list[Planned] = field(default_factory=list)
@@ -114,6 +114,7 @@ class Found:
     too_large: int = 0
     slower: int = 0
     simulated: int = 0
+    left_out: int = 0
 
 
 def search(question: Question, top: int = 1) -> Found:
@@ -131,14 +132,27 @@ def search(question: Question, top: int = 1) -> Found:
     """
     question.check()
     found = Found()
-    queue = list(_fitting(question, found))
-    heapq.heapify(queue)
+    queue: list[Candidate] = []
+    waiting = []
+    for group in groups(question):
+        if group.ms:
+            waiting.append(group)
+        else:
+            _queue(question, group, found, queue)
+    heapq.heapify(waiting)
     estimate = Estimator(question.model, question.cluster, question.of)
     have = question.cluster.device.memory_gib * 2**30
     front = ParetoFront(_CLOSE * have, _SLOWEST)
     plain: dict[Run, float] = {}
     fitting: set[Run] = set()  # wherever their ranks are
-    while queue:
+    while queue or waiting:
+        if waiting and (not queue or waiting[0].ms <= queue[0].ms):
+            group = heapq.heappop(waiting)
+            if len(found.plans) >= top and group.ms >= _SLOWEST * front.points[0].ms_to_loss:
+                found.left_out += 1
+            else:
+                _queue(question, group, found, queue)
+            continue
         candidate = heapq.heappop(queue)
         run = candidate.run
         ms = plain.get(_without_bpipe(question, run), 0.0) if run.bpipe else 0.0
@@ -182,16 +196,16 @@ def _equal(plans: list[Planned]) -> list[Planned]:
     return [one for one in plans if one.ms_to_loss <= EQUAL * plans[0].ms_to_loss]
 
 
-def _fitting(question: Question, found: Found) -> Iterator[Candidate]:
-    """Runs that may fit; the others are counted."""
+def _queue(question: Question, group: Group, found: Found, queue: list[Candidate]) -> None:
+    """Put the group's runs that may fit into the queue; the others are counted."""
     have = question.cluster.device.memory_gib * 2**30
-    for candidate in candidates(question):
+    for candidate in candidates_of(question, group):
         found.considered += 1
         found.allowed += candidate.allowed
         for family in candidate.families:
             found.least_bytes[family] = min(candidate.nbytes, found.least_bytes.get(family, candidate.nbytes))
         if candidate.nbytes <= have:
-            yield candidate
+            heapq.heappush(queue, candidate)
             continue
         found.too_large += 1
         if candidate.allowed:
