@@ -40,7 +40,7 @@ OTHERS: Final[tuple[tuple[str, dict[str, int]], ...]] = (
 LEAST_STAGES: Final = 4
 #: Below, nothing fits.
 LEAST_GPUS: Final = 160
-ALL: Final = Engine("everything", frozenset(NEEDS))
+ALL: Final = Engine("everything", frozenset(NEEDS), context=False)
 
 
 class Step(NamedTuple):

@@ -49,7 +49,7 @@ def most_gib(shown: Estimate) -> float:
 def best(name: str, bpipe: bool) -> Planned:
     """The fastest run of §4.2's whole grid that fits: 1F1B, with BPipe where it does not fit without."""
     gpus, samples = GPUS[name]
-    engine = Engine("Megatron-LM v3", frozenset(), placements=("replicas",), uneven=False)
+    engine = Engine("Megatron-LM v3", frozenset(), placements=("replicas",), uneven=False, context=False)
     question = Question(model(name), cluster(f"{gpus // 8}x8-a100-80gb"), samples, engine, ("1f1b",), bpipe=bpipe)
     return search(question).plans[0]
 

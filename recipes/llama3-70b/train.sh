@@ -48,9 +48,10 @@ MODEL=(
 )
 # How the model and the batch are divided.
 PARALLEL=(
-    --tensor-model-parallel-size 4 --sequence-parallel
+    --tensor-model-parallel-size 2 --sequence-parallel
     --pipeline-model-parallel-size 8
     --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10|t*10|t*10|t*11|t*9L'
+    --context-parallel-size 4
     --micro-batch-size 1 --global-batch-size 512
     --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather

@@ -17,16 +17,20 @@ from evenpipe.planner.operations.parts import Block, Blocks, Part, parts_of
 from evenpipe.planner.run import Run
 from evenpipe.planner.stage_bytes import Chunk, chunks_of, stage_bytes
 from evenpipe.schedule import KINDS, Places, Size, Spec, loop
+from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 
 __all__ = [
     "Divided",
+    "Edges",
     "PartCost",
     "Profile",
+    "edges_of",
     "least_bytes",
     "least_bytes_of_any_layout",
     "least_end_ms",
     "least_live",
     "least_ms",
+    "ordered_ms",
     "unlike",
 ]
 
@@ -44,11 +48,12 @@ class PartCost(NamedTuple):
 class Profile:
     """Every kind of block under one (t, b, recompute, e), which the number of stages does not change."""
 
-    def __init__(self, model: Model, cluster: Cluster, run: Run, parts_of: _PartsOf) -> None:
-        self._cluster, self._run = cluster, run
-        self._blocks = Blocks(model, run)
-        self._alone: list[Part] = [{kind: 1} for kind in self._blocks.operations]
-        self._chunks = dict(zip(self._blocks.operations, chunks_of(self._alone, self._blocks), strict=True))
+    def __init__(self, model: Model, run: Run, kernels: Kernels, parts_of: _PartsOf) -> None:
+        self._kernels, self._blocks = kernels, Blocks(model, run)
+        ends = (0, model.layers)
+        kinds = dict.fromkeys(kind for part in (*parts_of(1, 1, None), *parts_of(2, 1, ends)) for kind, _ in part)
+        self._alone: list[Part] = [{kind: 1} for kind in kinds]
+        self._chunks = dict(zip(kinds, chunks_of(self._alone, self._blocks), strict=True))
         self._layer: Block = "layer" if model.experts is None else "expert layer"
         self._layers = model.layers
         self._parts_of = parts_of
@@ -57,14 +62,30 @@ class Profile:
     @cached_property
     def _of(self) -> Mapping[Block, PartCost]:
         """Times are longer to find than bytes, and not of what does not fit anyway."""
-        times = part_times(self._alone, self._blocks, Kernels(self._run, self._cluster, FITTED))
+        times = part_times(self._alone, self._blocks, self._kernels)
         each = zip(self._chunks.items(), times, strict=True)
         return {kind: PartCost(time, chunk) for (kind, chunk), time in each}
 
-    def parameters(self, stages: int) -> Parameters:
-        """Return the parameters of all stages together, one GPU of each."""
-        every = self._parts_of(stages, 1, (0,) * (stages - 1) + (self._layers,))
-        return summed(self._chunks[kind].parameters.times(count) for part in every for kind, count in part)
+    def whole(self, stages: int) -> Chunk:
+        """Return all stages together, one GPU of each: parameters, and what is kept of a micro-batch beside masks."""
+        every = [one for part in self._parts_of(stages, 1, self._last(stages)) for one in part]
+        chunks = [(self._chunks[kind], count) for kind, count in every]
+        return Chunk(
+            summed(one.parameters.times(count) for one, count in chunks),
+            sum((one.kept_bytes - one.attention_mask_bytes) * count for one, count in chunks),
+            0.0,
+            0.0,
+        )
+
+    def least_ms(self, run: Run) -> float:
+        """Return milliseconds that a sample takes at least: the slowest stage has no less work than the mean one."""
+        every = [one for part in self._parts_of(run.stages, 1, self._last(run.stages)) for one in part]
+        seconds = sum(sum(self._of[kind].time[:2]) * count for kind, count in every)
+        return _MS * seconds * run.micro_batches / run.stages / run.global_batch
+
+    def _last(self, stages: int) -> tuple[int, ...]:
+        """All layers on the last stage."""
+        return (0,) * (stages - 1) + (self._layers,)
 
     def parts(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> list[PartCost]:
         """Return each part of the pipeline, in the order of the model."""
@@ -86,24 +107,35 @@ class Profile:
             ),
         )
 
-    def _balanced(self, parts: int) -> tuple[int, ...]:
-        """Layers of each part such that the slowest is as fast as can be, with what the ends have beside layers.
+    def _balanced(self, owners: tuple[int, ...]) -> tuple[int, ...]:
+        """Layers of each part such that the slowest stage is as fast as can be; ``owners``: of each part, its stage.
 
-        Layer by layer to the part that is then the fastest: with layers that are alike there is nothing better. Of
-        equal ones the later part takes it, as earlier ones hold more micro-batches.
+        Every part between the ends has a layer. The others go one by one to the stage that is then the fastest, and
+        there to the fastest part: with layers that are alike there is nothing better. The ends count with what they
+        have beside layers. Of equal ones the later takes it, as earlier ones hold more micro-batches.
         """
-        bare = self._parts_of(parts, 1, (0,) * (parts - 1) + (self._layers,))
-        ends = [
-            sum(sum(self._of[kind].time[:2]) * n for kind, n in part if not kind.endswith("layer")) for part in bare
-        ]
+        parts = len(owners)
+        bare = self._parts_of(parts, 1, self._last(parts))
         each = sum(self._of[self._layer].time[:2])
-        queue = [(end + each, -position) for position, end in enumerate(ends)]
+        layers = [0, *[1] * (parts - 2), 0]
+        own = [
+            sum(sum(self._of[kind].time[:2]) * n for kind, n in part if not kind.endswith("layer")) + each * layers[at]
+            for at, part in enumerate(bare)
+        ]
+        of_stage: dict[int, list[tuple[float, int]]] = {}
+        for position, stage in enumerate(owners):
+            of_stage.setdefault(stage, []).append((own[position], -position))
+        queue = [(sum(seconds for seconds, _ in of), -stage) for stage, of in of_stage.items()]
         heapq.heapify(queue)
-        layers = [0] * parts
-        for _ in range(self._layers):
-            seconds, position = queue[0]
+        for of in of_stage.values():
+            heapq.heapify(of)
+        for _ in range(self._layers - sum(layers)):
+            seconds, stage = queue[0]
+            of = of_stage[-stage]
+            fewest, position = of[0]
             layers[-position] += 1
-            heapq.heapreplace(queue, (seconds + each, position))
+            heapq.heapreplace(of, (fewest + each, position))
+            heapq.heapreplace(queue, (seconds + each, stage))
         return tuple(layers)
 
 
@@ -112,15 +144,16 @@ class Divided:
 
     def __init__(self, model: Model, cluster: Cluster) -> None:
         self._model = model
-        self._cluster = cluster
         self._profiles: dict[Run, Profile] = {}
         self._parts = cache(self._parts_of)
+        self._kernels = cache(lambda run: Kernels(run, cluster, FITTED))
 
     def of(self, run: Run) -> Profile:
         """A block does not know of stages and replicas: those that share out experts are counted by ``expert``."""
         key = replace(run, global_batch=1, data=1, stages=1, chunks=1, layout=None, placement="replicas")
         if key not in self._profiles:
-            self._profiles[key] = Profile(self._model, self._cluster, key, self._parts)
+            kernels = self._kernels(replace(key, recompute="none"))  # what is recomputed takes as long as before
+            self._profiles[key] = Profile(self._model, key, kernels, self._parts)
         return self._profiles[key]
 
     def _parts_of(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> Sequence[_Counts]:
@@ -131,13 +164,112 @@ class Divided:
 _MS: Final = 1e3
 
 
-def least_ms(parts: Sequence[PartCost], where: Positions, run: Run, over: HandOver, split: bool, stream: bool) -> float:
+class Edge(NamedTuple):
+    """A stage's first or last action on one of its parts, in the order of its schedule.
+
+    work: how many forwards, input gradients and weight gradients the stage has before its first one, or after its last.
+    """
+
+    position: int
+    backward: bool
+    work: tuple[int, int, int]
+
+
+class Edges(NamedTuple):
+    """Of each stage, first actions that are in the first half of a short batch, and last ones in its second half."""
+
+    first: Sequence[Sequence[Edge]]
+    last: Sequence[Sequence[Edge]]
+
+
+def edges_of(spec: Spec, size: Size) -> Edges | None:
+    """Return where a stage waits at the ends of a batch beside its schedule's order; None for short batches.
+
+    None too for schedules whose waits `least_ms` has anyway: those whose live units are known without their order.
+    """
+    if spec.live is not None or size.micro_batches < 2 * size.stages:
+        return None
+    return _edges(spec, size._replace(micro_batches=2 * size.stages))
+
+
+@cache
+def _edges(spec: Spec, size: Size) -> Edges:
+    """As a batch of two rounds has them: a longer one of the package's schedules begins and ends alike."""
+    places = spec.places(size)
+    rows = [
+        [(one.kind, places.position(stage, one.chunk)) for one in row] for stage, row in enumerate(spec.order(size))
+    ]
+    return Edges([_first(row) for row in rows], [_first(row[::-1]) for row in rows])
+
+
+def _first(row: Sequence[tuple[str, int]]) -> list[Edge]:
+    found: dict[tuple[bool, int], Edge] = {}
+    forwards = gradients = weights = 0
+    for kind, position in row[: len(row) // 2]:
+        if kind != WEIGHT_GRADIENT:
+            backward = kind != FORWARD
+            found.setdefault((backward, position), Edge(position, backward, (forwards, gradients, weights)))
+        forwards += kind == FORWARD
+        gradients += kind in (BACKWARD, INPUT_GRADIENT)
+        weights += kind in (BACKWARD, WEIGHT_GRADIENT)
+    return list(found.values())
+
+
+def _waits(edges: Sequence[Edge], each: tuple[float, float, float], ms: Callable[[Edge], float]) -> float:
+    """Return the longest wait: ``ms`` that others take beside an edge, less the stage's own work there."""
+    return max((ms(edge) - sum(map(float.__mul__, each, map(float, edge.work))) for edge in edges), default=0.0)
+
+
+def ordered_ms(
+    edges: Edges, where: Positions, m: int, times: Sequence[tuple[float, float, float]], lag: float
+) -> float:
+    """Return a lower bound of a batch by its order; ``times``: of each stage's chunk, of a micro-batch.
+
+    Before its first action on a part a stage has done what its order has before it, and others what that waits for: the
+    parts before it, and for a gradient all forwards and the parts behind it. After its last action likewise.
+    """
+    f, d = [0.0], [0.0]
+    for position, stage in enumerate(where.stages):
+        hop = lag * (position > 0 and stage != where.stages[position - 1])
+        f.append(f[-1] + times[stage][0] + hop)
+        d.append(d[-1] + times[stage][1] + hop)
+
+    def hop_to(position: int) -> float:
+        return lag * (position > 0 and where.stages[position] != where.stages[position - 1])
+
+    def before(edge: Edge) -> float:
+        n = edge.position
+        if not edge.backward:
+            return f[n] + hop_to(n)
+        return f[-1] + d[-1] - d[n + 1]
+
+    def after(edge: Edge) -> float:
+        n = edge.position
+        return d[n] + hop_to(n) if edge.backward else f[-1] - f[n + 1] + d[-1]
+
+    chunks = len(where.at[0])
+    return max(
+        m * chunks * sum(each) + max(0.0, _waits(first, each, before)) + max(0.0, _waits(last, each, after))
+        for each, first, last in zip(times, edges.first, edges.last, strict=True)
+    )
+
+
+def least_ms(
+    parts: Sequence[PartCost],
+    where: Positions,
+    run: Run,
+    over: HandOver,
+    split: bool,
+    stream: bool,
+    edges: Edges | None = None,
+) -> float:
     """Return a lower bound of a batch's milliseconds, without its end, by its slowest stage's work and waits.
 
     Stage s carries out m forwards and m backwards, one at a time: m (f_s + b_s). Its first forward waits for the
     forwards of the parts before its first one, and for their messages (fill_s). After its last backward of that part,
     their backwards follow (drain_s). So a batch takes at least fill_s + m (f_s + b_s) + drain_s, for every s. Where
     backwards are split, gradients of weights may run beside the drain: before it, at least m (f_s + b_s − w_s) remain.
+    ``edges``: of a schedule that orders its ends otherwise than by these waits alone, where it has more of them.
     In a stream the next batch fills what this one leaves, so only m (f_s + b_s) is certain. (`Estimator` divides a
     stage's time evenly among its chunks, and so does this.)
     """
@@ -160,6 +292,9 @@ def least_ms(parts: Sequence[PartCost], where: Positions, run: Run, over: HandOv
         most = max(most, fill + max(whole, whole - m * late[stage] + drain))
         fill += forward[stage] / chunks
         drain += drains[stage] / chunks
+    if edges is not None and split:
+        times = [(f / chunks, d / chunks, w / chunks) for f, d, w in zip(forward, drains, late, strict=True)]
+        most = max(most, ordered_ms(edges, where, m, times, lag))
     return most
 
 
@@ -229,14 +364,14 @@ def unlike(parts: Sequence[PartCost], where: Positions) -> Sequence[int]:
     return sorted({*first.values(), len(where.at) - 1})
 
 
-def least_bytes_of_any_layout(whole: Parameters, run: Run, device: Device) -> int:
-    """Return a lower bound of the fullest stage's bytes, however layers are laid out.
+def least_bytes_of_any_layout(whole: Chunk, run: Run, device: Device) -> int:
+    """Return a lower bound of the fullest stage's bytes, however layers are laid out, under any schedule.
 
-    The bound is weights, gradients and optimizer state of the mean of all stages. These grow with the numbers of
-    parameters, so that no layout has less on its fullest stage.
+    When the first micro-batch has gone through all parts, the stages together hold all that is kept of it. The bound is
+    the mean of all stages: that, and their weights, gradients and optimizer state. No layout has less on its fullest.
     """
-    mean = Chunk(Parameters(*(count / run.stages for count in whole)), 0.0, 0.0, 0.0)
-    [held] = stage_bytes([mean], [0], _alone(1), 1, run, 0.0, device)
+    mean = Chunk(Parameters(*(count / run.stages for count in whole.parameters)), 0.0, 0.0, 0.0)
+    [held] = stage_bytes([mean], [int(whole.kept_bytes / run.stages)], _alone(1), 1, run, 0.0, device)
     return held.total
 
 

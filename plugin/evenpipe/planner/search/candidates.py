@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from itertools import product
+from itertools import count, product
 from typing import Final, Literal, NamedTuple
 
-from evenpipe.planner.estimate import positions_of
-from evenpipe.planner.iteration import hand_over, message_bytes_of
+from evenpipe.planner.descriptions import Model
+from evenpipe.planner.estimate import Positions, positions_of
+from evenpipe.planner.iteration import HandOver, hand_over, message_bytes_of
 from evenpipe.planner.kernels import FITTED, Kernels
 from evenpipe.planner.run import Placement, Run
 from evenpipe.planner.search.bounds import (
     Divided,
+    Edges,
+    PartCost,
     Profile,
+    edges_of,
     least_bytes,
     least_bytes_of_any_layout,
     least_end_ms,
@@ -25,7 +29,18 @@ from evenpipe.planner.search.bounds import (
 from evenpipe.planner.search.question import Question
 from evenpipe.schedule import Places, ScheduleError, Size, Spec, find
 
-__all__ = ["Candidate", "Family", "Shape", "Way", "candidates", "families_of", "shapes", "ways"]
+__all__ = [
+    "Candidate",
+    "Family",
+    "Group",
+    "Shape",
+    "Way",
+    "candidates",
+    "candidates_of",
+    "families_of",
+    "groups",
+    "ways",
+]
 
 Kind = Literal["schedule", "bpipe", "recompute", "placement", "layout"]
 
@@ -52,37 +67,59 @@ def families_of(run: Run, allowed: bool) -> Iterator[Family]:
 
 #: Micro-batches in a row that kFkB is tried with; more of them hide slower links and hold as many times as much.
 _GROUPS: Final = (2, 4)
+#: Model chunks of a stage up to which every number is tried, whatever it leaves over.
+_UNEVEN: Final = 8
 #: Fewest stages at which BPipe evicts anything (§3.3).
 _LEVELLED: Final = 4
 
 
 class Shape(NamedTuple):
-    """How model and batch are divided; ``run`` has no schedule yet. ``nbytes``: its fullest stage needs at least.
-
-    Where that is more than there is, nobody has asked how layers are laid out.
+    """How model and batch are divided; ``run`` has no schedule and no layout yet. ``even``: its parts have as many
+    layers each; else their stages are balanced. ``nbytes``: its fullest stage needs at least.
     """
 
     run: Run
     profile: Profile
     nbytes: int
+    even: bool = True
 
 
 class Way(NamedTuple):
-    """A schedule of a shape's parts. ``size`` is what to build of it, for one batch."""
+    """A schedule of a shape's parts. ``size`` is what to build of it, for one batch; ``live``: `least_live`.
+
+    edges: `edges_of`.
+    """
 
     spec: Spec
     size: Size
-    places: Places
+    where: Positions
     bpipe: bool
+    live: Sequence[int]
+    edges: Edges | None
 
 
-def shapes(question: Question, divided: Divided) -> Iterator[Shape]:
+class Group(NamedTuple):
+    """Runs that differ in chunks, layout, placement and schedule only; ``run`` has none of them yet.
+
+    ms: of a sample, at least: the work of the mean stage, 0 where it does not fit. nbytes: the fullest stage needs at
+    least. number: of which it is among all groups.
+    """
+
+    ms: float
+    number: int
+    run: Run
+    profile: Profile
+    nbytes: int
+
+
+def groups(question: Question) -> Iterator[Group]:
     """All of them. t divides heads and a node, t × c × p × d are all GPUs, b divides a replica's samples.
 
     Those are the most that ``question.samples`` has for each replica alike: all of them where d divides them (BPipe's
     B mod (mb × d) = 0), else less, since more is not safe.
     """
-    cluster, engine = question.cluster, question.engine
+    cluster, engine, number = question.cluster, question.engine, count()
+    divided, have = Divided(question.model, cluster), cluster.device.memory_gib * 2**30
     for t in question.tensors:
         base = question.base(t)
         for c, p in question.divisions(t):
@@ -90,47 +127,51 @@ def shapes(question: Question, divided: Divided) -> Iterator[Shape]:
             samples = question.samples // d
             if not samples:
                 continue
-            for e, b, scope in product(question.experts(d * c), question.micro_batches(samples), engine.scopes):
-                run = replace(
-                    base,
-                    stages=p,
-                    data=d,
-                    context=c,
-                    expert=e,
-                    micro_batch=b,
-                    recompute=scope,
-                    global_batch=samples * d,
-                )
-                yield from _laid_out(question, run, divided.of(run))
+            for e, scope in product(question.experts(d * c), engine.scopes):
+                for b in question.micro_batches(samples):
+                    run = replace(
+                        base,
+                        stages=p,
+                        data=d,
+                        context=c,
+                        expert=e,
+                        micro_batch=b,
+                        recompute=scope,
+                        global_batch=samples * d,
+                    )
+                    profile = divided.of(run)
+                    least = least_bytes_of_any_layout(profile.whole(p), run, cluster.device)
+                    ms = profile.least_ms(run) if least <= have else 0.0
+                    yield Group(ms, next(number), run, profile, least)
+                    if least > have:
+                        break  # as larger micro-batches take no less
 
 
-def _laid_out(question: Question, run: Run, profile: Profile) -> Iterator[Shape]:
-    """With every number of model chunks, layout and placement."""
-    layers, device = question.model.layers, question.cluster.device
-    least = least_bytes_of_any_layout(profile.parameters(run.stages), run, device)
-    for v in _chunks(layers, run.stages):
+def _shapes(question: Question, group: Group) -> Iterator[Shape]:
+    """With every number of model chunks, layout and placement; of what is too large anyway, with one or two chunks."""
+    _, _, run, profile, least = group
+    layers, uneven = question.model.layers, question.engine.uneven
+    chunks = [v for v in _chunks(question.model, run.stages) if uneven or layers % (run.stages * v) == 0]
+    if least > question.cluster.device.memory_gib * 2**30:
+        yield from (Shape(replace(run, chunks=v), profile, least) for v in chunks[:2])
+        return
+    for v in chunks:
         parts = run.stages * v
-        even = layers % parts == 0
-        if not even and not question.engine.uneven:
-            continue
-        if least > device.memory_gib * 2**30:
-            yield Shape(replace(run, chunks=v), profile, least)
-            continue
-        layouts: list[tuple[int, ...] | None] = [None] if even else []
-        if question.engine.uneven and parts > 1:
-            balanced = profile.balanced(parts)
-            if not even or len(set(balanced)) > 1:
-                layouts.append(balanced)
-        for layout, placement in product(layouts, _placements(question, run)):
-            yield Shape(replace(run, chunks=v, layout=layout, placement=placement), profile, least)
+        layouts = [True] * (layers % parts == 0) + [False] * (uneven and parts > 1)
+        for even, placement in product(layouts, _placements(question, run)):
+            yield Shape(replace(run, chunks=v, placement=placement), profile, least, even)
 
 
-def _chunks(layers: int, stages: int) -> list[int]:
-    """Model chunks a stage of which all have as many layers, where ends may count as one each (Llama 3 §3.3.2)."""
+def _chunks(model: Model, stages: int) -> list[int]:
+    """Model chunks a stage: few, or those of which all have as many layers.
+
+    Both ends may count as a layer (Llama 3 §3.3.2), and layers that predict further tokens.
+    """
     if stages == 1:
         return [1]
-    most = (layers + 2) // stages
-    return [1, *(v for v in range(2, most + 1) if any((layers + ends) % (stages * v) == 0 for ends in range(3)))]
+    most, counted = (model.layers + 2) // stages, model.layers + 2 + model.mtp_layers
+    fit = {v for v in range(2, most + 1) for whole in range(model.layers, counted + 1) if whole % (stages * v) == 0}
+    return sorted({1, *range(2, min(most, _UNEVEN) + 1), *fit})
 
 
 def _placements(question: Question, run: Run) -> list[Placement]:
@@ -151,7 +192,8 @@ def _ways(stages: int, micro_batches: int, chunks: int, schedules: tuple[str, ..
     if stages == 1:  # gradients are accumulated, there is no pipeline
         if "1f1b" not in schedules:
             return []
-        return [Way(find("1f1b"), Size(1, micro_batches), _places("1f1b", 1, 1), False)]
+        alone = find("1f1b")
+        return [_way(alone, Size(1, micro_batches), _places("1f1b", 1, 1), False)]
     found = []
     for spec in map(find, schedules):
         least, most = spec.chunks
@@ -162,10 +204,14 @@ def _ways(stages: int, micro_batches: int, chunks: int, schedules: tuple[str, ..
             if k > micro_batches or not _possible(spec, size):
                 continue
             places = _places(spec.name, stages, chunks)
-            found.append(Way(spec, size, places, False))
+            found.append(_way(spec, size, places, False))
             if bpipe and spec.balanced is not None and stages >= _LEVELLED:
-                found.append(Way(spec, size, places, True))
+                found.append(_way(spec, size, places, True))
     return found
+
+
+def _way(spec: Spec, size: Size, places: Places, bpipe: bool) -> Way:
+    return Way(spec, size, positions_of(places), bpipe, least_live(spec, size, bpipe), edges_of(spec, size))
 
 
 @cache
@@ -198,19 +244,63 @@ class Candidate(NamedTuple):
 
 def candidates(question: Question) -> Iterator[Candidate]:
     """All of them, what does not fit too."""
-    divided = Divided(question.model, question.cluster)
+    for group in groups(question):
+        yield from candidates_of(question, group)
+
+
+def candidates_of(question: Question, group: Group) -> Iterator[Candidate]:
+    """Yield those of a group."""
     before = 0
-    for shape in shapes(question, divided):
-        for candidate in _of_shape(question, shape, before):
+    for shape in _shapes(question, group):
+        for candidate in _of_shape(question, shape, group.number, before):
             before += 1
             yield candidate
 
 
-def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candidate]:
-    run, device, cluster = shape.run, question.cluster.device, question.cluster
+class _Shared:
+    """What several schedules of a shape have in common, found once. Positions are told apart by identity, as
+    `positions_of` makes equal ones once.
+    """
+
+    def __init__(self, question: Question, shape: Shape) -> None:
+        self._model, self._shape = question.model, shape
+        self._laid_out: dict[int, tuple[tuple[int, ...] | None, Sequence[PartCost]]] = {}
+        self._unlike: dict[int, Sequence[int]] = {}
+        self._ends: dict[tuple[int, bool, bool | None], float] = {}
+        self._over: dict[tuple[bool, bool], HandOver] = {}
+        self._kernels = cache(lambda bpipe: Kernels(replace(shape.run, bpipe=bpipe), question.cluster, FITTED))
+
+    def laid_out(self, where: Positions) -> tuple[tuple[int, ...] | None, Sequence[PartCost]]:
+        """Return the layout, None where it is even, and its parts."""
+        if id(where) not in self._laid_out:
+            run, profile, _, even = self._shape
+            layout = None if even else profile.balanced(tuple(where.stages))
+            self._laid_out[id(where)] = layout, profile.parts(run.stages, run.chunks, layout)
+        return self._laid_out[id(where)]
+
+    def unlike(self, where: Positions) -> Sequence[int]:
+        if id(where) not in self._unlike:
+            self._unlike[id(where)] = unlike(self.laid_out(where)[1], where)
+        return self._unlike[id(where)]
+
+    def end_ms(self, where: Positions, tried: Run) -> float:
+        key = id(where), tried.bpipe, tried.overlap_parameters
+        if key not in self._ends:
+            self._ends[key] = least_end_ms(self.laid_out(where)[1], where, tried, self._kernels(tried.bpipe))
+        return self._ends[key]
+
+    def hand_over(self, tried: Run) -> HandOver:
+        key = tried.bpipe, tried.spec.name in (tried.blocking or ())
+        if key not in self._over:
+            self._over[key] = hand_over(self._model, tried, self._kernels(tried.bpipe).links)
+        return self._over[key]
+
+
+def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iterator[Candidate]:
+    run, device = shape.run, question.cluster.device
     have = device.memory_gib * 2**30
     message_bytes = message_bytes_of(question.model, run)
-    parts = shape.profile.parts(run.stages, run.chunks, run.layout) if shape.nbytes <= have else []
+    same = _Shared(question, shape)
     for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
         if split and run.recompute == "full":  # slower than 1F1B that recomputes as much, or less, in that memory
@@ -219,24 +309,30 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
         allowed = not question.refused(way.spec) and not sharded
         if way.bpipe and not allowed:
             continue
-        tried = replace(run, schedule=way.spec.name, bpipe=way.bpipe, group_size=way.size.group_size)
-        if stream:
-            tried = replace(tried, overlap_parameters=False)
-        where = positions_of(way.places)
+        layout, parts = same.laid_out(way.where) if shape.nbytes <= have else (None, [])
+        if not shape.even and parts and len(set(layout or ())) < 2:  # which is even
+            continue
+        tried = replace(
+            run,
+            layout=layout,
+            schedule=way.spec.name,
+            bpipe=way.bpipe,
+            group_size=way.size.group_size,
+            overlap_parameters=run.overlap_parameters and not stream,
+        )
         nbytes = shape.nbytes
-        for stage in unlike(parts, where) if parts else ():
+        for stage in same.unlike(way.where) if parts else ():
             if nbytes <= have:
-                live = least_live(way.spec, way.size, way.bpipe)
-                least = least_bytes(parts, where, stage, live[stage], 2 if stream else 1, tried, message_bytes, device)
+                versions, live = 2 if stream else 1, way.live[stage]
+                least = least_bytes(parts, way.where, stage, live, versions, tried, message_bytes, device)
                 nbytes = max(nbytes, least)
         ms = 0.0
         if nbytes <= have:
-            kernels = Kernels(tried, cluster, FITTED)
-            over = hand_over(question.model, tried, kernels.links)
-            ms = least_ms(parts, where, tried, over, split, stream) + least_end_ms(parts, where, tried, kernels)
+            over = same.hand_over(tried)
+            ms = least_ms(parts, way.where, tried, over, split, stream, way.edges) + same.end_ms(way.where, tried)
         yield Candidate(
             ms / run.global_batch * tried.iterations,
-            (way.bpipe, run.stages * run.chunks, way.size.group_size, number),
+            (way.bpipe, run.stages * run.chunks, way.size.group_size, group, number),
             nbytes,
             tried,
             tuple(families_of(tried, allowed)),

@@ -11,7 +11,7 @@ from evenpipe.planner.features import flags_of
 from evenpipe.planner.run import Placement, Recompute, Run
 from evenpipe.planner.search.candidates import Family, families_of
 from evenpipe.planner.search.question import Question
-from evenpipe.planner.search.search import Found, Planned
+from evenpipe.planner.search.search import Found, Planned, preference
 from evenpipe.schedule import find
 
 __all__ = ["Plan", "PlannedRun", "Rejected", "StagePlan", "brief", "plan_of", "rejected"]
@@ -58,12 +58,17 @@ def _reason(question: Question, found: Found, family: Family, best: Planned) -> 
         to_loss = f" to the same loss ({one.run.iterations - 1:.0%} more iterations)" if one.run.delayed else ""
         way = "faster" if faster > 0 else "slower"
         return f"{refused}; it would be about {abs(faster):.1%} {way}{to_loss}: {brief(one)}"
+    if faster > _SAME:
+        have = question.cluster.device.memory_gib * _GIB
+        full = preference(one.run, one.most_bytes, have)[0]
+        less = "it leaves less memory free" if full else "the schedule that is taken is no less simple"
+        return f"{faster:.1%} faster, which counts as equal, and {less}: {brief(one)}"
     if family.value == "with BPipe" and faster >= -_SAME:
         free = (best.most_bytes - one.most_bytes) / _GIB
         return f"not needed, the best run fits without it: it would leave {max(0.0, free):.1f} GiB more, no time less"
     if faster >= -_SAME:
         return f"no faster ({max(0.0, -faster):.2%} slower): {brief(one)}"
-    why = f"{-faster:.1%} slower at best, {_why(one, best)}: {brief(one)}"
+    why = f"about {-faster:.1%} slower, {_why(one, best)}: {brief(one)}"
     if family.value != "with BPipe":
         return why
     flash = f" ({_FLASH})" if one.run.attention == "flash" else ""
@@ -72,10 +77,12 @@ def _reason(question: Question, found: Found, family: Family, best: Planned) -> 
 
 def _unfit(question: Question, found: Found, family: Family) -> str:
     """Nothing of the family fits, or there is nothing of it."""
+    have = question.cluster.device.memory_gib
     least = found.least_bytes.get(family)
+    if found.left_out:
+        return f"does not fit into {have:.1f} GiB, or takes twice as long as the best"
     if least is None:
         return "no size divides model, batch and cluster"
-    have = question.cluster.device.memory_gib
     if least > have * _GIB:
         return f"does not fit, its smallest run needs at least {least / _GIB:.1f} GiB of {have:.1f}"
     return f"does not fit into {have:.1f} GiB at any size"

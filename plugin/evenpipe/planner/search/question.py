@@ -48,7 +48,9 @@ class Engine:
         return " and ".join(NEEDS[need] for need in NEEDS if need in spec.needs - self.offers)
 
 
-#: Of a context-parallel rank, where no number of them was asked for: it is for sequences that are long.
+#: Context-parallel ranks that are tried of any sequence, as published runs of 4,096 tokens and more have them.
+_CONTEXTS: Final = 8
+#: Tokens of a context-parallel rank of a long sequence: more than `_CONTEXTS` ranks are tried down to so many.
 _LEAST_TOKENS: Final = 8192
 
 
@@ -111,8 +113,8 @@ class Question:
         return self._chosen("tensor_parallel", self.tensor, found, "divides heads, ffn and a node's GPUs")
 
     def contexts(self, tensor: int) -> list[int]:
-        """c beside t: up to a number of tokens a rank, or what was asked for."""
-        most = max(1, self.model.sequence // _LEAST_TOKENS)
+        """c beside t: up to eight, and more for long sequences; or the one that was asked for."""
+        most = max(_CONTEXTS, self.model.sequence // _LEAST_TOKENS)
         wanted = [c for c in self._contexts if self.context == c or (self.context is None and c <= most)]
         return [c for c in wanted if self.cluster.gpus % (tensor * c) == 0]
 

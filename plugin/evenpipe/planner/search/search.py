@@ -5,17 +5,16 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Final, NamedTuple
 
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import EstimateError, Run
-from evenpipe.planner.search.candidates import Candidate, Family, candidates
+from evenpipe.planner.search.candidates import Candidate, Family, Group, candidates_of, groups
 from evenpipe.planner.search.question import Question, nothing_fits
 
-__all__ = ["Found", "ParetoFront", "Planned", "search"]
+__all__ = ["EQUAL", "Found", "ParetoFront", "Planned", "preference", "search"]
 
 
 class Planned(NamedTuple):
@@ -50,11 +49,15 @@ class Planned(NamedTuple):
         return max(0.0, 1 - self.computing_ms / self.ms_a_sample)
 
 
+#: Times of two runs up to so far apart are equal: a published iteration repeats to that.
+EQUAL: Final = 1.02
+
+
 class ParetoFront:
     """Runs of which none is as fast as another and uses as much memory: in order, each slower and with less memory.
 
-    So that it is not a hundred runs long, a slower one has to use less by ``close`` bytes, and not to take ``slowest``
-    times as long as the fastest.
+    So that it is not a hundred runs long, one has to use less by ``close`` bytes than all that are faster or equally
+    fast, and not to take ``slowest`` times as long as the fastest.
     """
 
     def __init__(self, close: float, slowest: float) -> None:
@@ -69,9 +72,8 @@ class ParetoFront:
 
     def takes(self, ms: float, nbytes: int) -> bool:
         """Return whether such a run would be of the front."""
-        if self.points and ms >= self._slowest * self.points[0].ms_to_loss:
-            return False
-        return nbytes < self.least(ms) - self._close
+        fastest = self.points[0].ms_to_loss if self.points else math.inf
+        return ms < fastest or (ms < self._slowest * fastest and nbytes < self.least(ms * EQUAL) - self._close)
 
     def enter(self, planned: Planned) -> None:
         """Add it, unless it is not of the front, and leave out what then is not."""
@@ -84,18 +86,22 @@ class ParetoFront:
 
 
 #: Of the device's memory, by which a slower run of the front has to use less.
-_CLOSE: Final = 0.02
+_CLOSE: Final = 0.05
+#: Of the device's memory, that a plan should leave free: what no estimate counts, and fragments.
+_FREE: Final = 0.05
 #: Times the fastest's time, from which a run is too slow for the front.
 _SLOWEST: Final = 2.0
 
 
 @dataclass
 class Found:
-    """``plans``: the fastest first, as many as were asked for. ``front``: none uses less memory and is as fast.
+    """``plans``: the fastest, as many as were asked for; before them, of equally fast ones, the one of `preference`.
 
-    best: the fastest that fits of each family; least_bytes: what its smallest run needs at least. considered, allowed:
-    how many runs there are, and a plan may have; nearest: bytes of the smallest of the latter. too_large, slower: how
-    many a bound has left out, by memory and as slower than what was found; the others were simulated.
+    front: none uses less memory and is as fast. best: the fastest of each family that was simulated and fits;
+    least_bytes: what its smallest run needs at least. considered, allowed: how many runs there are, and a plan may
+    have; nearest: bytes of the smallest of the latter. too_large, slower: how many a bound has left out, by memory and
+    as slower than what was found; the others were simulated. left_out: groups of runs that were not looked at, as they
+    take twice as long as the best.
     """
 
     plans: list[Planned] = field(default_factory=list)
@@ -108,6 +114,7 @@ class Found:
     too_large: int = 0
     slower: int = 0
     simulated: int = 0
+    left_out: int = 0
 
 
 def search(question: Question, top: int = 1) -> Found:
@@ -115,23 +122,37 @@ def search(question: Question, top: int = 1) -> Found:
 
     Runs are compared by the time to the same loss: a run with late gradients needs more iterations (`Run.iterations`).
 
-    No run that a bound leaves out could be among them: by memory, as it would not fit; by time, as what is simulated
-    already is at least as fast as it could be, for each of its families, for the ``top``, and with as little memory.
-    Of schedules that a plan may not have, the first that fits is taken for the best, which is so but for messages;
-    they are weighed without BPipe.
+    No run that a bound leaves out could be among the ``top`` or, but for `EQUAL` times, on the front: by memory, as it
+    would not fit; by time, as what is simulated already is at least as fast as it could be, with as little memory.
+    Of a family that none of these is of, the run that fits and has the least bound is taken for its best. Of schedules
+    that a plan may not have it is weighed without BPipe.
     BPipe is planned where a run does not fit without it: evictions only add to what stages wait for (BPipe §4.2), and
     the time without them, with ranks in the same places, is a bound too.
     Raises EstimateError, one line, where nothing fits.
     """
     question.check()
     found = Found()
-    queue = list(_fitting(question, found))
-    heapq.heapify(queue)
+    queue: list[Candidate] = []
+    waiting = []
+    for group in groups(question):
+        if group.ms:
+            waiting.append(group)
+        else:
+            _queue(question, group, found, queue)
+    heapq.heapify(waiting)
     estimate = Estimator(question.model, question.cluster, question.of)
-    front = ParetoFront(_CLOSE * question.cluster.device.memory_gib * 2**30, _SLOWEST)
+    have = question.cluster.device.memory_gib * 2**30
+    front = ParetoFront(_CLOSE * have, _SLOWEST)
     plain: dict[Run, float] = {}
     fitting: set[Run] = set()  # wherever their ranks are
-    while queue:
+    while queue or waiting:
+        if waiting and (not queue or waiting[0].ms <= queue[0].ms):
+            group = heapq.heappop(waiting)
+            if len(found.plans) >= top and group.ms >= _SLOWEST * front.points[0].ms_to_loss:
+                found.left_out += 1
+            else:
+                _queue(question, group, found, queue)
+            continue
         candidate = heapq.heappop(queue)
         run = candidate.run
         ms = plain.get(_without_bpipe(question, run), 0.0) if run.bpipe else 0.0
@@ -139,7 +160,7 @@ def search(question: Question, top: int = 1) -> Found:
         if ms > candidate.ms:
             heapq.heappush(queue, candidate._replace(ms=ms))
             continue
-        if not _may_count(candidate, found, front, 0 if fits else top):
+        if not _may_count(candidate, found, front, 0 if fits else top, have):
             found.slower += 1
             continue
         found.simulated += 1
@@ -158,34 +179,54 @@ def search(question: Question, top: int = 1) -> Found:
     found.front = front.points
     if not found.plans:
         raise EstimateError(nothing_fits(question, found.allowed, found.nearest))
+    first = min(_equal(found.plans), key=lambda one: (*preference(one.run, one.most_bytes, have), one.ms_to_loss))
+    found.plans = [first, *(one for one in found.plans if one is not first)][:top]
     return found
 
 
-def _fitting(question: Question, found: Found) -> Iterator[Candidate]:
-    """Runs that may fit; the others are counted."""
+def preference(run: Run, nbytes: int, have: float) -> tuple[bool, int]:
+    """Return what comes first of runs that are equally fast: memory that is free, and a simple schedule.
+
+    A schedule is the simpler the less it needs of an engine; BPipe is one thing more.
+    """
+    return nbytes > (1 - _FREE) * have, len(run.spec.needs) + run.bpipe
+
+
+def _equal(plans: list[Planned]) -> list[Planned]:
+    return [one for one in plans if one.ms_to_loss <= EQUAL * plans[0].ms_to_loss]
+
+
+def _queue(question: Question, group: Group, found: Found, queue: list[Candidate]) -> None:
+    """Put the group's runs that may fit into the queue; the others are counted."""
     have = question.cluster.device.memory_gib * 2**30
-    for candidate in candidates(question):
+    for candidate in candidates_of(question, group):
         found.considered += 1
         found.allowed += candidate.allowed
         for family in candidate.families:
             found.least_bytes[family] = min(candidate.nbytes, found.least_bytes.get(family, candidate.nbytes))
         if candidate.nbytes <= have:
-            yield candidate
+            heapq.heappush(queue, candidate)
             continue
         found.too_large += 1
         if candidate.allowed:
             found.nearest = min(found.nearest, candidate.nbytes)
 
 
-def _may_count(candidate: Candidate, found: Found, front: ParetoFront, top: int) -> bool:
+def _may_count(candidate: Candidate, found: Found, front: ParetoFront, top: int, have: float) -> bool:
     if any(family not in found.best for family in candidate.families):
         return True
     if not candidate.allowed:
         return False
-    if any(candidate.ms < found.best[family].ms_to_loss for family in candidate.families):
+    return (top > 0 and _may_be_planned(candidate, found, top, have)) or front.takes(candidate.ms, candidate.nbytes)
+
+
+def _may_be_planned(candidate: Candidate, found: Found, top: int, have: float) -> bool:
+    """From the first candidate on that cannot be the fastest, the fastest is known, as its bound is the least."""
+    plans = found.plans
+    if len(plans) < top or candidate.ms < plans[top - 1].ms_to_loss:
         return True
-    among = len(found.plans) < top or (top > 0 and candidate.ms < found.plans[-1].ms_to_loss)
-    return among or front.takes(candidate.ms, candidate.nbytes)
+    best = min(preference(one.run, one.most_bytes, have) for one in _equal(plans))
+    return candidate.ms <= EQUAL * plans[0].ms_to_loss and preference(candidate.run, candidate.nbytes, have) < best
 
 
 def _enter(planned: Planned, candidate: Candidate, found: Found, front: ParetoFront, top: int) -> None:
@@ -197,7 +238,7 @@ def _enter(planned: Planned, candidate: Candidate, found: Found, front: ParetoFr
         front.enter(planned)
         if top:
             bisect.insort(found.plans, planned, key=lambda one: one.ms_to_loss)
-            del found.plans[top:]
+            del found.plans[max(top, len(_equal(found.plans))) :]
 
 
 def _without_bpipe(question: Question, run: Run) -> Run:

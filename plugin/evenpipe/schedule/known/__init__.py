@@ -42,6 +42,7 @@ _FILES: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
+@cache
 def _of_file(name: str) -> Spec:
     spec: Spec = import_module(f"{__name__}.{_FILES[name]}").SPEC
     return spec
