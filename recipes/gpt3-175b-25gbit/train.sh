@@ -44,7 +44,6 @@ MODEL=(
 PARALLEL=(
     --tensor-model-parallel-size 4 --sequence-parallel
     --pipeline-model-parallel-size 16
-    --context-parallel-size 2
     --micro-batch-size 1 --global-batch-size 512
     --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather

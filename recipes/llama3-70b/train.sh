@@ -51,14 +51,14 @@ PARALLEL=(
     --tensor-model-parallel-size 2 --sequence-parallel
     --pipeline-model-parallel-size 8
     --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10|t*10|t*10|t*11|t*9L'
-    --context-parallel-size 4
+    --context-parallel-size 2
     --micro-batch-size 1 --global-batch-size 512
     --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather
 )
 # The schedule of the pipeline.
 EVENPIPE=(
-    --evenpipe-schedule 1f1b
+    --evenpipe-schedule 1f1b --bpipe
 )
 # What is saved for the backward, and in which precision.
 MEMORY=(
