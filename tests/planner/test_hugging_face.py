@@ -242,7 +242,7 @@ def test_what_is_not_described_is_told(more: dict[str, Any], tokens: int, said: 
     ("config", "said"),
     [
         ({**LLAMA, "model_type": "qwen3_mo"}, "model_type: 'qwen3_mo' cannot be read, did you mean qwen3_moe?"),
-        ({**LLAMA, "model_type": "zzz"}, "model_type: 'zzz' cannot be read, there are llama, mistral,"),
+        ({**LLAMA, "model_type": "zzz"}, "model_type: 'zzz' cannot be read, choose one of llama, mistral,"),
         ({**LLAMA, "model_type": None}, "has no model_type: add it"),
         ({**LLAMA, "hidden_size": None}, "has no hidden_size: add it"),
         ({**LLAMA, "hidden_size": "4096"}, "hidden_size: '4096' is no whole number from 1 to 10,000,000"),
