@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, floor
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from benchmarks.published.megatron import golden_runs
 from benchmarks.published.pipedream import figure_8_gib as figure_8_gib_2bw
 from benchmarks.published.pipedream import figure_11_billion, largest_micro_batch, table_1
 from benchmarks.published.production import longer
+from benchmarks.published.recipes import published
+from benchmarks.published.recipes_fit import classes
 from benchmarks.published.tables import estimators, rows, run_of, table, taken
 from benchmarks.published.two_bw import QUALITY, SHARE
 from benchmarks.published.vtrain import iterations
@@ -270,3 +273,24 @@ def test_figure_10_recomputation_takes_larger_micro_batches_and_more_so_for_larg
 def test_figure_11_about_30_billion_parameters_train_on_64_gpus_of_16_gb() -> None:
     assert figure_11_billion(64) == pytest.approx(30, rel=0.1)
     assert figure_11_billion(16) < figure_11_billion(32) < figure_11_billion(64)
+
+
+def test_iterations_of_2025_and_2026_are_estimated_and_fit() -> None:
+    """Whose runs did fit. Constants were fitted on them; `planner_truth.py` leaves each model out."""
+    timed = [row for row in published() if row.seconds is not None]
+    off = [row.error() for row in timed]
+    means = {kind: fmean(abs(off[n]) for n in of) for kind, of in classes(timed).items()}
+    assert means["dense, 16 bits"] <= 0.032
+    assert means["dense, 8 and 4 bits"] <= 0.06
+    assert means["experts"] <= 0.10
+    assert max(map(abs, off)) <= 0.20
+    for row, error in zip(timed, off, strict=True):
+        found = row.estimate()
+        assert found.fits, f"{row}: {found.reason}"
+        assert found.uncertainty.has(1 / (1 + error) - 1), str(row)
+
+
+def test_what_runs_of_2026_allocate_is_estimated() -> None:
+    for row in published():
+        if row.gib is not None:
+            assert row.allocated_gib() == pytest.approx(row.gib, rel=0.06), str(row)
