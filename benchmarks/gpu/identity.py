@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import torch
 
-from evenpipe.schedule import names
+from evenpipe.schedule import Places, Size, find, names
 from evenpipe.train.engine import engine_module
+from evenpipe.train.options import TrainOptions
 
 from .rank import UNDER_WAY, Rank
 from .training import evicting_group, options_of, train
@@ -59,6 +60,13 @@ def run(rank: Rank, engine: str) -> None:
             _compare(rank, f"{what}, {precision}", reference, found, case)
 
 
+def _placed(options: TrainOptions) -> Places:
+    """Return which part of the model each stage has: in a V others than in a loop."""
+    spec = find(options.schedule)
+    size = spec.fitted(Size(options.stages, options.micro_batches, options.chunks, int(options.group_size)))
+    return spec.places(size)
+
+
 def _compare(rank: Rank, what: str, reference: str, found: dict[Any, Any], case: dict[str, Any]) -> None:
     """Add a row, or why there is none. What is not `found` yet is what others are compared with."""
     options = options_of(rank, what, **case)
@@ -69,7 +77,7 @@ def _compare(rank: Rank, what: str, reference: str, found: dict[Any, Any], case:
     result = train(rank, options)
     if result is None:
         return
-    cut = "any" if options.engine == "module" else (options.stages, options.chunks)
+    cut = "any" if options.engine == "module" else _placed(options)
     bits = {(reference, "losses"): [loss.hex() for loss in result.losses], (reference, cut): result.weights_sha256}
     first = (reference, "losses") not in found
     same = all(found.setdefault(key, value) == value for key, value in bits.items())
