@@ -161,7 +161,7 @@ class Links:
 
 
 #: Of a node's links and of what leaves it, the share that a dispatcher reaches: set, but of DeepEP over the network,
-#: whose README has 43 to 58 GB/s over links of 50; HybridEP's way is the same.
+#: whose documentation (V1) has 43 to 58 GB/s over links of 50; HybridEP's way is the same.
 _DISPATCHED: Final[Mapping[Dispatcher, tuple[float, float]]] = {
     "alltoall": (0.6, 0.6),
     "deepep": (0.6, 0.9),
