@@ -161,6 +161,15 @@ def test_2bw_is_weighed_by_the_time_to_the_same_loss() -> None:
     assert "25% more iterations for the same loss" in dict(rejected(question, found))["2bw"]
 
 
+def test_the_ranks_of_a_stage_have_experts_whole_or_divided_as_other_matrices_are() -> None:
+    """DeepSeek-V3 of 1,024 H100 has t = 2 and whole experts on 64 ranks (Megatron Bridge 25.09)."""
+    question = Question(model("deepseek-v3"), cluster("128x8-h100"), 8192, MEGATRON, ("interleaved",))
+    found = question.experts(64, 2)
+    assert {(64, 1), (64, 2), (128, 1)} <= set(found)
+    assert (128, 2) not in found
+    assert question.experts(64, 1) == [(e, 1) for e in (1, 2, 4, 8, 16, 32, 64)]
+
+
 def test_experts_are_not_shared_out_across_pipelines() -> None:
     """What Megatron numbers replicas first for; with gradients a batch late too, but where the engine has none."""
     question = Question(model("mixtral-8x7b"), cluster("2x8-h100"), 32, MEGATRON, ("1f1b", "2bw"), delayed=True)

@@ -183,7 +183,9 @@ def show(plan: Plan, command: str) -> None:
 def _schedule(one: PlannedRun) -> str:
     words = [one.schedule] + [f"v={one.chunks}"] * (one.chunks > 1) + [f"k={one.group_size}"] * (one.group_size > 1)
     words += [f"c={one.context_parallel}"] * (one.context_parallel > 1)
-    words += [f"e={one.expert_parallel}"] * (one.expert_parallel > 1) + ["BPipe"] * one.bpipe
+    apart = one.expert_tensor_parallel != one.tensor_parallel
+    words += [f"e={one.expert_parallel}"] * (one.expert_parallel > 1) + [f"et={one.expert_tensor_parallel}"] * apart
+    words += ["BPipe"] * one.bpipe
     words += ["uneven"] * (one.layout is not None)
     return " ".join(words + ["pipeline in one node"] * (one.placement == "pipeline"))
 

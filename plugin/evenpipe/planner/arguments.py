@@ -137,7 +137,7 @@ _SWITCHES: Final = (
     *("use-rotary-position-embeddings", "use-mcore-models", "no-masked-softmax-fusion", "no-rope-fusion"),
     *("no-gradient-accumulation-fusion", "no-bias-swiglu-fusion", "attention-softmax-in-fp32", "log-throughput"),
     *("override-opt_param-scheduler", "override-opt-param-scheduler"),
-    *("grad-reduce-in-bf16", "use-precision-aware-optimizer"),
+    *("grad-reduce-in-bf16",),
     *("multi-latent-attention", "accumulate-allreduce-grads-in-fp32", "use-tp-pp-dp-mapping", "legacy-tokenizer"),
 )
 _WORDS: Final = (

@@ -32,13 +32,14 @@ _CHOICES: Final = {
 _LISTS: Final = {"recompute-modules": get_args(Module), "cuda-graph-scope": get_args(Graph)}
 _BYTES: Final = {"fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1, "uint8": 1}
 _FULL: Final = "full_iteration"
+_NARROW_MOMENTS: Final = "use-precision-aware-optimizer"  # which Megatron wants beside the types of moments
 #: What a graph of whole layers has in it.
 _LAYER: Final[tuple[Graph, ...]] = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
 
 
 def add_features(group: ArgumentParser | _ArgumentGroup) -> None:
     """Add them as options; those that are not given are None, or no attributes where the parser suppresses these."""
-    for option in _SWITCHES.values():
+    for option in (*_SWITCHES.values(), _NARROW_MOMENTS):
         group.add_argument(f"--{option}", action="store_const", const=True)
     for option, choices in _CHOICES.items():
         group.add_argument(f"--{option}", choices=choices)
@@ -99,7 +100,7 @@ def _asked(run: Run) -> Iterable[tuple[str, tuple[Any, ...]]]:
         yield "cuda-graph-impl", ("local" if _FULL in run.graphs else "transformer_engine",)
         yield "cuda-graph-scope", run.graphs
     if run.moment_bytes < 4:
-        yield "use-precision-aware-optimizer", ()
+        yield _NARROW_MOMENTS, ()
         name = {2: "bf16", 1: "fp8"}[round(run.moment_bytes)]
         yield "exp-avg-dtype", (name,)
         yield "exp-avg-sq-dtype", (name,)

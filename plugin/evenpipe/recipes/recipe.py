@@ -305,6 +305,7 @@ def run_of_plan(one: PlannedRun) -> Run:
         data=one.data_parallel,
         context=one.context_parallel,
         expert=one.expert_parallel,
+        expert_tensor=one.expert_tensor_parallel,
         chunks=one.chunks,
         micro_batch=one.micro_batch_size,
         recompute=one.recompute,

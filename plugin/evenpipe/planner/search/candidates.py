@@ -127,7 +127,7 @@ def groups(question: Question) -> Iterator[Group]:
             samples = question.samples // d
             if not samples:
                 continue
-            for e, scope in product(question.experts(d * c), engine.scopes):
+            for (e, ways), scope in product(question.experts(d * c, t), engine.scopes):
                 for b in question.micro_batches(samples):
                     run = replace(
                         base,
@@ -135,6 +135,7 @@ def groups(question: Question) -> Iterator[Group]:
                         data=d,
                         context=c,
                         expert=e,
+                        expert_tensor=None if ways == t else ways,
                         micro_batch=b,
                         recompute=scope,
                         global_batch=samples * d,

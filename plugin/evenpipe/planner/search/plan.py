@@ -104,7 +104,8 @@ def brief(one: Planned) -> str:
     run = one.run
     words = [f"t={run.tensor} p={run.stages} d={run.data}"]
     words += [f"c={run.context}"] * (run.context > 1)
-    words += [f"e={run.expert}"] * (run.expert > 1) + [f"v={run.chunks}"] * (run.chunks > 1)
+    words += [f"e={run.expert}"] * (run.expert > 1) + [f"et={run.expert_ways}"] * (run.expert_ways != run.tensor)
+    words += [f"v={run.chunks}"] * (run.chunks > 1)
     words += [f"b={run.micro_batch}", run.schedule]
     words += [f"k={run.group_size}"] * (run.group_size > 1) + ["BPipe"] * run.bpipe
     words += [f"recompute {run.recompute}"] + ["uneven"] * (run.layout is not None)
@@ -139,6 +140,7 @@ class PlannedRun(_Part):
     data_parallel: int
     context_parallel: int = 1
     expert_parallel: int
+    expert_tensor_parallel: int
     chunks: int
     micro_batch_size: int
     micro_batches: int
@@ -221,6 +223,7 @@ def _planned(one: Planned, asked: Run) -> PlannedRun:
         data_parallel=run.data,
         context_parallel=run.context,
         expert_parallel=run.expert,
+        expert_tensor_parallel=run.expert_ways,
         chunks=run.chunks,
         micro_batch_size=run.micro_batch,
         micro_batches=run.micro_batches,
@@ -251,7 +254,9 @@ def _flags(run: Run, asked: Run) -> list[str]:
     words = [f"--tensor-parallel {run.tensor}", f"--stages {run.stages}", f"--micro-batch-size {run.micro_batch}"]
     words += [f"--global-batch-size {run.global_batch}", f"--recompute {run.recompute}", f"--schedule {run.schedule}"]
     words += [f"--context-parallel {run.context}"] * (run.context > 1)
-    words += [f"--expert-parallel {run.expert}"] * (run.expert > 1) + [f"--chunks {run.chunks}"] * (run.chunks > 1)
+    words += [f"--expert-parallel {run.expert}"] * (run.expert > 1)
+    words += [f"--expert-tensor-parallel {run.expert_ways}"] * (run.expert_ways != run.tensor)
+    words += [f"--chunks {run.chunks}"] * (run.chunks > 1)
     words += [f"--group-size {run.group_size}"] * (run.group_size > 1) + ["--bpipe"] * run.bpipe
     if run.layout is not None:
         words.append(f"--layout {','.join(map(str, run.layout))}")

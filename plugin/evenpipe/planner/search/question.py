@@ -149,11 +149,16 @@ class Question:
             raise EstimateError(f"{option}={chosen}: none of what {what}: choose of {', '.join(map(str, found))}")
         return [chosen]
 
-    def experts(self, replicas: int) -> list[int]:
-        """Expert parallelism that divides experts and replicas, data-parallel and context-parallel ones."""
+    def experts(self, replicas: int, tensor: int) -> list[tuple[int, int]]:
+        """Ranks among which experts are shared out, and those that an expert's matrices are divided among.
+
+        The latter are one, or as many as divide the other matrices; together they divide all ranks of a stage, of which
+        there are ``tensor`` a replica.
+        """
         if self.model.experts is None:
-            return [1]
-        return [e for e in divisors(self.model.experts.count) if replicas % e == 0]
+            return [(1, tensor)]
+        counts = divisors(self.model.experts.count)
+        return [(e, ways) for ways in sorted({1, tensor}) for e in counts if replicas * tensor % (e * ways) == 0]
 
 
 _GIB: Final = 2**30
