@@ -161,6 +161,28 @@ def test_2bw_is_weighed_by_the_time_to_the_same_loss() -> None:
     assert "25% more iterations for the same loss" in dict(rejected(question, found))["2bw"]
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "modules"),
+    [
+        ("llama3-70b", {}, ("layernorm",)),
+        ("llama3-70b", {"attention": "unfused"}, ("core_attn",)),
+        ("llama3-70b", {"quantized": "tensorwise"}, ("mlp",)),
+        ("llama3-70b", {"recomputed_modules": ("layernorm", "mlp")}, ("layernorm", "mlp")),
+        ("deepseek-v3", {}, ("layernorm", "moe_act", "mla_up_proj")),
+        ("deepseek-v3", {"quantized": "delayed"}, ("mla_up_proj",)),
+    ],
+)
+def test_selective_recomputation_is_of_what_the_run_keeps(
+    name: str, asked: dict[str, object], modules: tuple[str, ...]
+) -> None:
+    """Megatron itself warns of a fused core (`transformer_config.py`)."""
+    run = Run(1, **asked)  # type: ignore[arg-type]
+    question = Question(model(name), cluster("8x8-h100"), 128, MEGATRON, ("1f1b",), framework("megatron"), run)
+    assert question.modules(question.base(4)) == modules
+    again = [replace(question.base(4), recompute=scope, recomputed_modules=modules).again for scope in MEGATRON.scopes]
+    assert again == [set(), set(modules), set()]
+
+
 def test_the_ranks_of_a_stage_have_experts_whole_or_divided_as_other_matrices_are() -> None:
     """DeepSeek-V3 of 1,024 H100 has t = 2 and whole experts on 64 ranks (Megatron Bridge 25.09)."""
     question = Question(model("deepseek-v3"), cluster("128x8-h100"), 8192, MEGATRON, ("interleaved",))

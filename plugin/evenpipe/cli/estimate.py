@@ -150,7 +150,7 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
     divided = f"tensor {run.tensor}, {run.stages} stages, data {run.data}, {further}micro-batches of {run.micro_batch}"
     title = (
         f"{of.name} on {nodes.name}: {of.sequence:,} tokens a sample, {divided}, {run.schedule}"
-        f"{' with BPipe' if run.bpipe else ''}, recompute {run.recompute}"
+        f"{' with BPipe' if run.bpipe else ''}, recompute {run.recomputing}"
     )
     console.print(title, style="bold")
     parts = ("weights", "grads", "optim", "saved", "buffers", "comm")

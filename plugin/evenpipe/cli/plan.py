@@ -140,7 +140,7 @@ def show(plan: Plan, command: str) -> None:
             number,
             *sizes,
             _schedule(one),
-            one.recompute,
+            "+".join(one.recompute_modules) or one.recompute,
             f"{one.memory_gib:.1f}",
             f"{one.bubble:.1%}",
             f"{one.mfu:.1%}",

@@ -192,6 +192,12 @@ class Run:
         return 4 if self.precision == "fp32" else 2
 
     @property
+    def recomputing(self) -> str:
+        """Return what is carried out again, in a word; modules by name, where they are not Megatron's default."""
+        by_name = self.recompute == "selective" and self.recomputed_modules != Run.recomputed_modules
+        return "+".join(self.recomputed_modules) if by_name else self.recompute
+
+    @property
     def again(self) -> frozenset[Module]:
         """Return the modules that selective recomputation carries out again."""
         if self.recompute != "selective":

@@ -88,6 +88,7 @@ def _experts(model: Model, run: Run) -> list[Sequence[Flag | bool | None]]:
         [Flag("moe-ffn-hidden-size", experts.ffn), shared or None],
         [_frequency(model)],
         [run.dispatcher == "alltoall" and Flag("moe-token-dispatcher-type", "alltoall")],
+        ["moe_act" in run.again and Flag("moe-grouped-gemm")],  # which its recomputation is for
         [grouped and Flag("moe-router-num-groups", experts.groups)],
         [grouped and Flag("moe-router-group-topk", experts.chosen_groups)],
         [Flag("moe-router-load-balancing-type", "aux_loss")],

@@ -112,5 +112,5 @@ def _sizes(recipe: Recipe) -> str:
     return (
         f"{model.layers} layers of {model.hidden:,}, {model.sequence:,} tokens a sample; {recipe.cluster.gpus} GPUs as "
         f"{' × '.join(division)}; {run.micro_batches} micro-batches of {run.micro_batch}; schedule {schedule}"
-        f"{' with BPipe' if run.bpipe else ''}; {run.precision}, recomputing {run.recompute}."
+        f"{' with BPipe' if run.bpipe else ''}; {run.precision}, recomputing {run.recomputing}."
     )

@@ -152,7 +152,8 @@ class Divided:
         """A block does not know of stages and replicas: those that share out experts are counted by ``expert``."""
         key = replace(run, global_batch=1, data=1, stages=1, chunks=1, layout=None, placement="replicas")
         if key not in self._profiles:
-            kernels = self._kernels(replace(key, recompute="none"))  # what is recomputed takes as long as before
+            # What is recomputed takes as long as before.
+            kernels = self._kernels(replace(key, recompute="none", recomputed_modules=Run.recomputed_modules))
             self._profiles[key] = Profile(self._model, key, kernels, self._parts)
         return self._profiles[key]
 

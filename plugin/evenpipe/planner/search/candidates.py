@@ -122,6 +122,7 @@ def groups(question: Question) -> Iterator[Group]:
     divided, have = Divided(question.model, cluster), cluster.device.memory_gib * 2**30
     for t in question.tensors:
         base = question.base(t)
+        modules = question.modules(base)
         for c, p in question.divisions(t):
             d = cluster.gpus // (t * c * p)
             samples = question.samples // d
@@ -138,6 +139,7 @@ def groups(question: Question) -> Iterator[Group]:
                         expert_tensor=None if ways == t else ways,
                         micro_batch=b,
                         recompute=scope,
+                        recomputed_modules=modules if scope == "selective" else Run.recomputed_modules,
                         global_batch=samples * d,
                     )
                     profile = divided.of(run)

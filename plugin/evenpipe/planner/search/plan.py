@@ -108,7 +108,7 @@ def brief(one: Planned) -> str:
     words += [f"v={run.chunks}"] * (run.chunks > 1)
     words += [f"b={run.micro_batch}", run.schedule]
     words += [f"k={run.group_size}"] * (run.group_size > 1) + ["BPipe"] * run.bpipe
-    words += [f"recompute {run.recompute}"] + ["uneven"] * (run.layout is not None)
+    words += [f"recompute {run.recomputing}"] + ["uneven"] * (run.layout is not None)
     words += ["pipeline in one node"] * (run.placement == "pipeline")
     return " ".join(words)
 
@@ -130,7 +130,8 @@ class PlannedRun(_Part):
 
     layout: layers of each part of the pipeline, where they are not even. bubble: share of an iteration in which a stage
     does not compute, on the mean. iterations_to_same_loss: times those of a run without late gradients (2bw), by which
-    runs are compared; samples_per_second does not count them. logged_tflops_per_gpu: 10^12 operations/s as Megatron-LM
+    runs are compared; samples_per_second does not count them. recompute_modules: of "selective", where these are not
+    Megatron's default. logged_tflops_per_gpu: 10^12 operations/s as Megatron-LM
     logs them. flags: those of ``evenpipe estimate``, beside
     model, cluster and framework.
     """
@@ -147,6 +148,7 @@ class PlannedRun(_Part):
     accumulation: float
     global_batch_size: int
     recompute: Recompute
+    recompute_modules: tuple[str, ...]
     schedule: str
     bpipe: bool
     group_size: int
@@ -230,6 +232,7 @@ def _planned(one: Planned, asked: Run) -> PlannedRun:
         accumulation=run.micro_batches / run.stages,
         global_batch_size=run.global_batch,
         recompute=run.recompute,
+        recompute_modules=() if run.recomputing == run.recompute else run.recomputed_modules,
         schedule=run.schedule,
         bpipe=run.bpipe,
         group_size=run.group_size,

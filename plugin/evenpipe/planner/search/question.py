@@ -10,7 +10,7 @@ from typing import Final, get_args
 from evenpipe.planner.descriptions import Cluster, Framework, Model
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.group_memory import divisors
-from evenpipe.planner.run import EstimateError, Placement, Recompute, Run
+from evenpipe.planner.run import EstimateError, Module, Placement, Recompute, Run
 from evenpipe.schedule import NEEDS, Need, Spec, find, offered, own
 
 __all__ = ["Engine", "Question", "nothing_fits", "weighed"]
@@ -95,6 +95,20 @@ class Question:
     def base(self, tensor: int) -> Run:
         """Return a run with the framework's defaults filled in, which depend on tensor parallelism."""
         return replace(self.asked, tensor=tensor).of(self.of)
+
+    def modules(self, base: Run) -> tuple[Module, ...]:
+        """Return what "selective" carries out again: what was asked for, or what takes little time.
+
+        Unfused attention has a core that keeps its scores (Korthikanti et al. 2022 §5). Fused attention keeps none;
+        there it is norms, experts' activation and the up-projections of latent attention, whose results are large.
+        Of FP8 layers norms keep nothing, and delayed scaling recomputes no activation (`transformer_config.py`).
+        """
+        if base.attention == "unfused" or self.asked.recomputed_modules != Run.recomputed_modules:
+            return self.asked.recomputed_modules
+        found: list[Module] = [] if base.quantized else ["layernorm"]
+        found += ["moe_act"] * (self.model.experts is not None and base.quantized != "delayed")
+        found += ["mla_up_proj"] * (self.model.latent is not None)
+        return tuple(found) or ("mlp",)
 
     def check(self) -> None:
         """Raises EstimateError for what no run on this cluster can compute in, and where no schedule is left."""
