@@ -55,6 +55,8 @@ EVENPIPE=(
 # What is saved for the backward, and in which precision.
 MEMORY=(
     --bf16
+    --recompute-modules layernorm
+    --recompute-granularity selective
 )
 # Yours: how it is trained.
 TRAINING=(

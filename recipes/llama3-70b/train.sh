@@ -48,21 +48,22 @@ MODEL=(
 )
 # How the model and the batch are divided.
 PARALLEL=(
-    --tensor-model-parallel-size 2 --sequence-parallel
+    --tensor-model-parallel-size 4 --sequence-parallel
     --pipeline-model-parallel-size 8
     --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10|t*10|t*10|t*11|t*9L'
-    --context-parallel-size 2
     --micro-batch-size 1 --global-batch-size 512
     --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather
 )
 # The schedule of the pipeline.
 EVENPIPE=(
-    --evenpipe-schedule 1f1b --bpipe
+    --evenpipe-schedule 1f1b
 )
 # What is saved for the backward, and in which precision.
 MEMORY=(
     --bf16
+    --recompute-modules layernorm
+    --recompute-granularity selective
 )
 # Yours: how it is trained.
 TRAINING=(

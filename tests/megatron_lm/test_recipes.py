@@ -60,8 +60,9 @@ def recipe(name: str, release: str) -> Recipe:
 
 @pytest.mark.every_release
 @pytest.mark.parametrize("name", RUNS)
-def test_its_own_parser_takes_the_flags_and_the_estimate_is_the_readme_s(megatron_lm, name, tmp_path):
+def test_its_own_parser_takes_the_flags_and_the_estimate_is_the_readme_s(megatron_lm, name, tmp_path, monkeypatch):
     """`evenpipe run --estimate` goes through Megatron's parser and validate_args, and no further."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as train.sh exports it
     of = recipe(name, megatron_lm.name.rpartition(".")[0])
     write_files(tmp_path / "recipe", files_of(of))
     environment = {**starter(tmp_path, "torchrun"), "MASTER_ADDR": "first", "NODE_RANK": "0"}

@@ -180,8 +180,9 @@ class Recipe:
     ) -> Recipe:
         """``planned_for``: the framework whose defaults the run has, which may be one of a paper's years."""
         filled = run.of(described_framework(planned_for or framework))
-        # How messages travel is what today's framework does; EvenPipe's are not waited for.
-        today: dict[str, Any] = {"hand_over_us": None, "divided_messages": None, "overlap_collectives": None}
+        # How messages travel, and memory is reserved, is what today's framework does; EvenPipe's are not waited for.
+        of_today = ("hand_over_us", "divided_messages", "overlap_collectives", "expandable_segments")
+        today: dict[str, Any] = dict.fromkeys(of_today)
         one_queue = described_framework(framework).one_queue
         filled = replace(filled, **today, blocking=() if run.stages > 1 else None, one_queue=one_queue)
         if filled.schedule == "2bw":
