@@ -166,13 +166,14 @@ class Question:
     def experts(self, replicas: int, tensor: int) -> list[tuple[int, int]]:
         """Ranks among which experts are shared out, and those that an expert's matrices are divided among.
 
-        The latter are one, or as many as divide the other matrices; together they divide all ranks of a stage, of which
-        there are ``tensor`` a replica.
+        The latter are as many as divide the other matrices; or one, where experts are shared out among a multiple of
+        these. Together they divide all ranks of a stage, of which there are ``tensor`` a replica.
         """
         if self.model.experts is None:
             return [(1, tensor)]
         counts = divisors(self.model.experts.count)
-        return [(e, ways) for ways in sorted({1, tensor}) for e in counts if replicas * tensor % (e * ways) == 0]
+        found = [(e, ways) for ways in sorted({1, tensor}) for e in counts if replicas * tensor % (e * ways) == 0]
+        return [(e, ways) for e, ways in found if ways == tensor or e % tensor == 0]
 
 
 _GIB: Final = 2**30
