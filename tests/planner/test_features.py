@@ -40,7 +40,7 @@ def experts(where: str = "2x8-h100", **changed: Any) -> Estimate:
             "fused_experts": st.booleans(),
             "dispatcher": st.sampled_from(get_args(Dispatcher)),
             "graphs": st.lists(st.sampled_from(get_args(Graph)), unique=True).map(tuple),
-            "moment_bytes": st.sampled_from([1, 2, 4]),
+            "moment_bytes": st.sampled_from([1, 1.5, 2, 2.5, 3, 4]),
             "recomputed_modules": st.lists(st.sampled_from(get_args(Module)), unique=True, min_size=1).map(tuple),
         }
     )

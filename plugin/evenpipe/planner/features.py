@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, _ArgumentGroup
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import combinations_with_replacement
 from typing import Any, Final, get_args
 
 from evenpipe.planner.run import Graph, Module, Run
@@ -31,6 +32,11 @@ _CHOICES: Final = {
 }
 _LISTS: Final = {"recompute-modules": get_args(Module), "cuda-graph-scope": get_args(Graph)}
 _BYTES: Final = {"fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1, "uint8": 1}
+#: By the bytes of both moments of a parameter, their types.
+_MOMENTS: Final[Mapping[float, tuple[str, str]]] = {
+    pair[0][1] + pair[1][1]: (pair[0][0], pair[1][0])
+    for pair in combinations_with_replacement({"fp8": 1, "bf16": 2, "fp32": 4}.items(), 2)
+}
 _FULL: Final = "full_iteration"
 _NARROW_MOMENTS: Final = "use-precision-aware-optimizer"  # which Megatron wants beside the types of moments
 #: What a graph of whole layers has in it.
@@ -101,6 +107,6 @@ def _asked(run: Run) -> Iterable[tuple[str, tuple[Any, ...]]]:
         yield "cuda-graph-scope", run.graphs
     if run.moment_bytes < 4:
         yield _NARROW_MOMENTS, ()
-        name = {2: "bf16", 1: "fp8"}[round(run.moment_bytes)]
-        yield "exp-avg-dtype", (name,)
-        yield "exp-avg-sq-dtype", (name,)
+        first, second = _MOMENTS[2 * run.moment_bytes]
+        yield "exp-avg-dtype", (first,)
+        yield "exp-avg-sq-dtype", (second,)
