@@ -13,7 +13,7 @@ FUNCTION = "num_floating_point_operations"
 
 
 class Arguments(Namespace):
-    """What is not given is None."""
+    """An argument that was not given is None."""
 
     def __getattr__(self, name):
         return None

@@ -276,7 +276,7 @@ def test_figure_11_about_30_billion_parameters_train_on_64_gpus_of_16_gb() -> No
 
 
 def test_iterations_of_2025_and_2026_are_estimated_and_fit() -> None:
-    """Whose runs did fit. Constants were fitted on them; `planner_truth.py` leaves each model out."""
+    """All of them ran, so all fit. Constants are fitted on them; `planner_truth.py` leaves each model out."""
     timed = [row for row in published() if row.seconds is not None]
     off = [row.error() for row in timed]
     means = {kind: fmean(abs(off[n]) for n in of) for kind, of in classes(timed).items()}

@@ -1,4 +1,4 @@
-"""What a run has beside parallelism, in Megatron's flags: narrow products, ways to experts, CUDA graphs, modules."""
+"""Megatron's flags of a run beside parallelism: FP8 and FP4, token dispatchers, CUDA graphs, what is recomputed."""
 
 from __future__ import annotations
 

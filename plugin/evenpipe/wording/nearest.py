@@ -1,4 +1,4 @@
-"""What to say after an unknown name."""
+"""The hint after an unknown name: the known one that is most like it."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class Edge(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """Of each stage, first actions that are in the first half of a short batch, and last ones in its second half."""
+    """By stage: the first action on each part within the first half of a short batch, the last within its second."""
 
     first: Sequence[Sequence[Edge]]
     last: Sequence[Sequence[Edge]]
