@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import schedules as megatrons
 from megatron.core.transformer import cuda_graphs
 
 from evenpipe.megatron.captured import captured_row, refused_capture
-from evenpipe.schedule import Schedule, Size, build
+from evenpipe.schedule import Schedule, Size, build, find, overlapping
 
 # Until 0.15 it was one of the schedules.
 convert = getattr(cuda_graphs, "convert_schedule_table_to_order", None) or megatrons.convert_schedule_table_to_order
@@ -84,3 +84,24 @@ def test_one_swapped_pair_in_a_table_of_a_users_own_is_enough() -> None:
 
 def test_without_graphs_no_schedule_is_asked_for() -> None:
     assert refused_capture(SimpleNamespace(cuda_graph_impl="none"), lambda: 1 // 0) is None
+
+
+@given(st.integers(2, 8), st.integers(2, 4), st.integers(1, 4))
+def test_experts_messages_are_hidden_in_megatrons_order(p: int, v: int, batches: int) -> None:
+    m = p * batches
+    schedule = build(overlapping(find("interleaved"), v), Size(p, m, v)).schedule
+    table = megatrons.get_schedule_table(m, v, p)
+    for stage in range(p):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", p)
+            patched.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", stage)
+            patched.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", v)
+            ahead = megatrons.get_pp_rank_microbatches(m, v, p, False, overlap_moe_expert_parallel_comm=True)[2]
+        assert order_of(schedule.actions[stage]) == convert(ahead, v, table)
+
+
+def test_graphs_of_layers_that_take_turns_are_refused() -> None:
+    both = SimpleNamespace(cuda_graph_impl="transformer_engine", overlap_moe_expert_parallel_comm=True)
+    refusal = refused_capture(both, lambda: build("interleaved", Size(4, 8, 2)).schedule)
+    assert refusal is not None
+    assert "in turn" in refusal.reason

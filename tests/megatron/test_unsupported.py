@@ -19,7 +19,6 @@ from evenpipe.upstream.saved_leaves import keeping_identity
 
 PLAIN = SimpleNamespace(ddp_config=DistributedDataParallelConfig())
 ALWAYS: list[tuple[str, Any]] = [
-    ("overlap_moe_expert_parallel_comm", True),
     ("enable_cuda_graph", True),
     ("cuda_graph_impl", "local"),
     ("cuda_graph_impl", "full_iteration"),

@@ -20,6 +20,22 @@ def balancing(run):
     return [sum(map(float, re.findall(r"load_balancing_loss: (\S+)", line))) for line in run.lines]
 
 
+def test_experts_whose_messages_hide_behind_compute_train_to_the_same_bits(megatron_lm, tmp_path):
+    """In Megatron's combined step (`--overlap-moe-expert-parallel-comm`), on more than one node of a layer at once."""
+    _, parallel = LAYOUTS["PP4xVPP2"]
+    flags = [*model_flags(megatron_lm, "pretrain_gpt.py", 2, []), *parallel, *EXPERTS, "--global-batch-size", "16"]
+    flags += ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", "--bf16"]
+    flags += ["--overlap-moe-expert-parallel-comm", "--save-interval", "2"]
+    stock = launch(megatron_lm, "pretrain_gpt.py", 8, [*flags, "--save", str(tmp_path / "stock")])
+    assert len(stock.lines) == 2
+    run = launch(megatron_lm, "pretrain_gpt.py", 8, [*flags, "--bpipe", "--save", str(tmp_path / "BPipe")])
+    assert run.lines == stock.lines
+    assert run.validation == stock.validation
+    last = "iter_0000002"
+    assert differences(tmp_path / "stock" / last, tmp_path / "BPipe" / last) == []
+    assert run.peak_live == [10, 10, 8, 8]
+
+
 @pytest.mark.parametrize("lengths", [pytest.param("one length", marks=pytest.mark.long), "lengths that vary"])
 def test_a_mixture_of_experts_trains_to_the_same_bits(megatron_lm, lengths, tmp_path):
     script = SCRIPTS[lengths]

@@ -31,6 +31,14 @@ WRONG = {
         ("--bpipe", *VIRTUAL, "--global-batch-size", "6"),
         ("--bpipe", "--global-batch-size 6", "--pipeline-model-parallel-size 4"),
     ),
+    "no order for it": (
+        (
+            *("--evenpipe-schedule", "v-half", *VIRTUAL, "--num-experts", "4", "--expert-model-parallel-size", "2"),
+            *("--moe-token-dispatcher-type", "alltoall", "--bf16", "--overlap-moe-expert-parallel-comm"),
+            *("--disable-bias-linear", "--global-batch-size", "16"),
+        ),
+        ("--evenpipe-schedule v-half with --overlap-moe-expert-parallel-comm", "interleaved, dualpipev"),
+    ),
     "placed for nothing": (("--pair-adjacent", *PP4), ("--pair-adjacent", "--bpipe")),
     "traces nothing": (("--evenpipe-trace", "t.json", *PP4), ("--evenpipe-trace", "--evenpipe-schedule")),
     "iteration of no trace": (

@@ -30,6 +30,14 @@ CASES = {
             *EXPERTS,
         ),
     ),
+    "experts, messages hidden": (
+        SHARDED,
+        (
+            *TWO_OF_TWO,
+            *("--bf16", "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", *EXPERTS),
+            *("--overlap-moe-expert-parallel-comm", UNTIED),
+        ),
+    ),
     "multi-token prediction": (
         "PP2",
         (*TWO_OF_TWO, "--bf16", "--mtp-num-layers", "1", "--position-embedding-type", "rope", UNTIED),
@@ -49,10 +57,9 @@ CASES = {
     ),
 }
 UNEVEN = ("TP2xPP2", ("--pipeline-model-parallel-layout", "Et|ttt|tt|ttL", "--bf16", UNTIED))
-EVERYWHERE = ("sequence parallel",)
-MARKED = [
-    pytest.param(case, marks=pytest.mark.every_release if case in EVERYWHERE else pytest.mark.long) for case in CASES
-]
+HIDDEN = "experts, messages hidden"
+MARKS = {"sequence parallel": [pytest.mark.every_release], HIDDEN: []}
+MARKED = [pytest.param(case, marks=MARKS.get(case, [pytest.mark.long])) for case in CASES]
 
 
 def searched_table(folder, trace, stages, micro_batches):
@@ -105,7 +112,7 @@ def test_a_v_goes_on_with_a_stock_checkpoint_to_the_same_bits(megatron_lm, case,
     job = Job(megatron_lm, CASES[case], tmp_path)
     job.run("start", 1)
     stock = job.run("stock", 1 + TRAINED, after="start")
-    schedule = "zbv" if case.startswith("zbv") else "v-half"
+    schedule = "dualpipev" if case == HIDDEN else "zbv" if case.startswith("zbv") else "v-half"
     if case == "searched":
         trace = tmp_path / "T.json"
         job.run("traced", 2, "--evenpipe-schedule", "zbv", "--evenpipe-trace", str(trace))
@@ -120,7 +127,14 @@ def test_a_v_goes_on_with_a_stock_checkpoint_to_the_same_bits(megatron_lm, case,
     if case == "searched":
         assert max(ours.peak_live) == 5
     else:
-        assert ours.peak_live == [2 * (stages if schedule == "zbv" else stages // 2 + 1)] * stages
+        assert (
+            ours.peak_live
+            == {
+                "zbv": [2 * stages] * stages,
+                "v-half": [2 * (stages // 2 + 1)] * stages,
+                "dualpipev": [5, 5],
+            }[schedule]
+        )
 
 
 def test_an_order_is_searched_while_it_trains_and_gone_on_with(megatron_lm, tmp_path):

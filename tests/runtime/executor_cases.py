@@ -248,9 +248,19 @@ def reference(places: int, micro_batches: int, kind: str) -> tuple[list[str], li
     return losses, [gradients(module) for module in modules]
 
 
+class FusedStage(ModuleStage):
+    """Counts the forwards and backwards that it is told to compute together."""
+
+    together = 0
+
+    def forward_and_backward(self, unit, inputs, other, gradients):  # type: ignore[no-untyped-def]
+        self.together += 1
+        return self.forward(unit, inputs), self.backward(other, gradients)
+
+
 def carry_out(case: dict, rank: int) -> dict:
     """Run a schedule once for each of `measure`; this rank's losses, gradients, memory and waits after each."""
-    program = verify(Schedule.parse(case["schedule"]))
+    program = verify(Schedule.parse(case["schedule"]), fused=case["fused"])
     schedule = program.schedule
     stages, chunks = schedule.stages, schedule.chunks
     if rank >= stages:
@@ -280,7 +290,7 @@ def carry_out(case: dict, rank: int) -> dict:
         loss_chunk = last.chunk if rank == last.stage else None
         edges = Edges.alike(torch.empty(rows, WIDTH), chunks)
         recording = executor.recording(program)
-        stage = ModuleStage(modules, edges, lambda i, rows=rows: sample(i)[:rows].clone(), loss, loss_chunk, recording)
+        stage = FusedStage(modules, edges, lambda i, rows=rows: sample(i)[:rows].clone(), loss, loss_chunk, recording)
         executor.run(program, stage)
         memory = executor.counter
         batches.append(
@@ -292,6 +302,7 @@ def carry_out(case: dict, rank: int) -> dict:
                 "ms": (time.monotonic() - start) * 1e3,
                 "exposed_ms": executor.exposed.total_ms(),
                 "slept_ms": sum(slept_ms),
+                "together": stage.together,
                 "leftover": [str(key) for key in executor.store.leftover()],
                 "operations": dict(operations),
                 "remarks": list(remarks.lines),

@@ -18,7 +18,20 @@ from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.forward_only import forward_only
 from evenpipe.runtime.stage import Edges, ModuleStage
-from evenpipe.schedule import FORWARD, Action, Link, Message, Schedule, ScheduleError, Size, Unit, lower, verify
+from evenpipe.schedule import (
+    FORWARD,
+    Action,
+    Link,
+    Message,
+    Schedule,
+    ScheduleError,
+    Size,
+    Unit,
+    find,
+    lower,
+    overlapping,
+    verify,
+)
 from evenpipe.schedule import build as build_program
 from evenpipe.simulate.costs import Costs
 from evenpipe.simulate.device import PLAIN, Call, Device, Environment
@@ -78,8 +91,15 @@ SAVES_OUTPUT = "1f1b p=4 m=8 bpipe, each stage saving what it sends"
 ROUTED = [f"{name} p=4 m=8 bpipe, no two micro-batches alike" for name in ("1f1b", "kfkb")]
 WIDE = "1f1b p=4 m=8 bpipe, one large storage among small ones"
 CAST = "1f1b p=4 m=8 bpipe, tensors that consist of others"
+FUSED = {
+    f"{name} p={p} m={m} fused{' bpipe' if bpipe else ''}": build_program(
+        overlapping(find(name), 2), Size(p, m, 2), bpipe
+    )
+    for name, p, m, bpipe in [("interleaved", 4, 12, True), ("interleaved", 2, 6, False), ("dualpipev", 4, 10, False)]
+}
 CASES = {
     **SCHEDULES,
+    **{name: program.schedule for name, program in FUSED.items()},
     WIDE: build("1f1b", 4, 8, bpipe=True),
     CAST: build("1f1b", 4, 8, bpipe=True),
     SAVES_OUTPUT: build("1f1b", 4, 8, bpipe=True),
@@ -111,6 +131,7 @@ def outcomes(tmp_path_factory):
             "rows": (ROWS, ROWS, ROWS),
             "model": MODELS.get(name, "dense"),
             "slow": [],
+            "fused": name in FUSED,
             "ms": 0.0,
             **settings,
         }
@@ -170,6 +191,15 @@ def test_tensors_that_consist_of_others_are_counted_and_leave(outcomes):
             of_each = plain_batch["evicted_bytes"] / CASES[plain].evictions[stage]
             assert batch["evicted_bytes"] == evictions * (of_each + more)
         assert batch["peak_bytes"] == plain_batch["peak_bytes"] + live * more
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_forwards_and_backwards_are_computed_together(name, outcomes):
+    program = FUSED[name]
+    for stage, batches in enumerate(batches_of(outcomes, name)):
+        together = sum(step.beside is not None for step in program.steps[stage])
+        assert [batch["together"] for batch in batches] == [together] * len(batches)
+        assert together > 0
 
 
 @pytest.mark.parametrize("name", CASES)

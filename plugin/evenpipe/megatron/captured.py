@@ -42,6 +42,14 @@ def refused_capture(settings: Any, schedule: Callable[[], Schedule]) -> Refusal 
     setting = next((name for name, value in _SETTINGS if getattr(settings, name, None) == value), None)
     if setting is None:
         return None
+    named = setting, "" if setting == "external_cuda_graph" else settings.cuda_graph_impl
+    if getattr(settings, "overlap_moe_expert_parallel_comm", False):
+        return Refusal(
+            *named,
+            "with --overlap-moe-expert-parallel-comm captures layers of a forward and of a backward in turn, where "
+            "EvenPipe does so only if neither waits for the other",
+            "turn one of them off",
+        )
     order = schedule()
     chunks = order.chunks if order.chunks > 1 else None
     group = getattr(settings, "microbatch_group_size_per_vp_stage", None) or order.stages
@@ -51,8 +59,7 @@ def refused_capture(settings: Any, schedule: Callable[[], Schedule]) -> Refusal 
         at = next((n for n, (ours, theirs) in enumerate(zip(compute, captured, strict=False)) if ours != theirs), None)
         if at is not None:
             return Refusal(
-                setting,
-                "" if setting == "external_cuda_graph" else settings.cuda_graph_impl,
+                *named,
                 f"captures Megatron's order, in which action {at + 1} of stage {stage} is {captured[at]}, not "
                 f"{compute[at]}: in another order forwards overwrite inputs that backwards still need",
                 "turn it off, or use 1f1b",

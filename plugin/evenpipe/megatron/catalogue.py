@@ -22,7 +22,7 @@ from evenpipe.megatron.script.measured import measured_patches
 from evenpipe.megatron.script.predicted_vs_measured import comparison_patches
 from evenpipe.megatron.script.two_bw.training import CALLED, two_bw_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
-from evenpipe.megatron.symbols import CHUNKS, TWO_BW, layer_kinds, without_processes
+from evenpipe.megatron.symbols import CHUNKS, OVERLAPPING, TWO_BW, layer_kinds, without_processes
 from evenpipe.megatron.train_engine.stock import reporting_to
 from evenpipe.megatron.vee import vee_patches
 from evenpipe.megatron.weight_gradients import linear_layers
@@ -67,6 +67,7 @@ def _sets() -> dict[Purpose, list[PatchSet]]:
             delayed_gradients(),
             vee_patches(),
             PatchSet("chunks", [*chunk_patches()], CHUNKS),
+            PatchSet("combined steps", [], OVERLAPPING),
             log_patches(_NOTHING),
             PatchSet("2bw", two_bw_patches(_NOTHING), [*TWO_BW, *CALLED]),
             measured_patches(_NOTHING),

@@ -42,6 +42,7 @@ from evenpipe.schedule import (
     check_offers,
     choose,
     links,
+    overlapping,
 )
 
 __all__ = ["Call", "PipelineSchedule", "in_place_of_megatron", "process_groups"]
@@ -214,6 +215,8 @@ class PipelineSchedule:
         chunks = list(model) if isinstance(model, list) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
         config, release = get_model_config(chunks[0]), self._release
+        if overlaps(config) and not self.programs.spec.fused:
+            self.programs = Programs(overlapping(self.programs.spec, len(chunks)), self.bpipe, self.programs.queues)
         refuse_unsupported(config, self.bpipe, chunks, self.bpipe or self.measure, "split" in self.needs)
         given = groups_given.pop(release.process_groups_argument, None)
         unknown = [
@@ -263,7 +266,7 @@ class PipelineSchedule:
             raise ValueError(str(refusal))
         executor = self._executor(pipeline, batch)
         program = self.program(*size)
-        stage = MegatronStage(
+        stage = self._stage_class(config)(
             batch,
             program.schedule,
             pipeline.rank(),
@@ -289,6 +292,14 @@ class PipelineSchedule:
             counted = tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(list(batch.model), counted, **extra)
         return losses
+
+    def _stage_class(self, config: Any) -> type[MegatronStage]:
+        """Return what computes a batch's units under Megatron's settings."""
+        if not overlaps(config):
+            return MegatronStage
+        from evenpipe.megatron.overlapping import OverlappingStage  # what it imports is for experts
+
+        return OverlappingStage
 
     def _recomputes(self, batch: Batch, schedule: Schedule, stage: int) -> Callable[[Unit], bool]:
         """Return what says of a unit whether its layers are computed again."""
@@ -348,6 +359,11 @@ class PipelineSchedule:
                 )
         self.executor.measure = self.measure
         return self.executor
+
+
+def overlaps(config: Any) -> bool:
+    """Return whether forwards and backwards are computed together (`--overlap-moe-expert-parallel-comm`)."""
+    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
 def _synchronises(config: Any) -> bool:

@@ -173,12 +173,16 @@ class MegatronStage(ForwardStage):
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         """Megatron's `forward_step`; the output is handed over as an alias, since Megatron frees it right away."""
-        config = self._batch.config
         self._sync.before_forward()
         given: list[Tensor | None] = [None] if inputs is None else list(inputs)
         with recomputing(self._batch.model[unit.chunk]) if self._recomputes(unit) else nullcontext():
             outputs = self._forward_step(unit, given, self._recomputes_all())
         self._forwards += 1
+        return self._kept(unit, given, outputs)
+
+    def _kept(self, unit: Unit, given: list[Tensor | None], outputs: list[Tensor]) -> list[Tensor]:
+        """Keep what a backward starts from; return what the next part needs."""
+        config = self._batch.config
         self._inputs[unit], self._outputs[unit] = given, outputs
         handed_over = self._handed_over(unit, outputs)
         if handed_over and config.variable_seq_lengths:

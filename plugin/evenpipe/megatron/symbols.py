@@ -15,6 +15,7 @@ __all__ = [
     "CHUNKS",
     "DELAYED",
     "LOGGED_LOSSES",
+    "OVERLAPPING",
     "RANDOM_NUMBERS",
     "STATIC_MEMORY",
     "TRAINED",
@@ -199,6 +200,29 @@ WEIGHT_GRADIENTS: Final = expected(
     }
 )
 """What backwards in two halves call of Megatron's linear layers."""
+
+_COMBINED: Final = (
+    "forward_step_func, data_iterator, f_model, num_microbatches, input_tensor, forward_data_store, b_model, "
+    "b_input_tensor, b_output_tensor, b_output_tensor_grad, config, f_model_chunk_id=None, pre_forward=None, "
+    "pre_backward=None, post_forward=None, post_backward=None, collect_non_loss_data=False, "
+    "checkpoint_activations_microbatch=None, is_first_microbatch=False, current_microbatch=None, "
+    "encoder_decoder_xattn=False"
+)
+
+OVERLAPPING: Final = expected(
+    {
+        "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step": {
+            "0.14": f"({_COMBINED})",
+            "0.18": f"({_COMBINED}, fsdp_wrapper=None)",
+        },
+        "megatron.core.pipeline_parallel.utils:set_streams": {
+            "0.14": "(comp_stream=None, comm_stream=None)",
+            "0.17": "(comm_stream=None)",
+            "0.18": "(comm_stream=None, high_priority=False)",
+        },
+    }
+)
+"""What computes forwards and backwards together, so that experts' messages are hidden."""
 
 DELAYED: Final = (
     *expected(

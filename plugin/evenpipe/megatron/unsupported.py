@@ -75,7 +75,6 @@ _REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
 _FSDP = "gathers and frees parameters, which would be taken for activations"
 _ORDER = "captures Megatron's own order of micro-batches"
 _ALWAYS: Mapping[str, str] = {
-    "overlap_moe_expert_parallel_comm": "fuses forwards and backwards of different micro-batches",
     "use_megatron_fsdp": _FSDP,
     "use_custom_fsdp": _FSDP,
     "enable_cuda_graph": _ORDER,

@@ -12,7 +12,7 @@ from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.forward_only import forward_only
 from evenpipe.runtime.memory import Slot, SlotPool, aligned_bytes
 from evenpipe.runtime.resources import Observer, Resources
-from evenpipe.runtime.stage import SplitStage, Stage, Stepping, VaryingStage
+from evenpipe.runtime.stage import FusingStage, SplitStage, Stage, Stepping, VaryingStage
 from evenpipe.runtime.timing import Stopwatch
 from evenpipe.schedule import (
     ACCEPT,
@@ -25,6 +25,7 @@ from evenpipe.schedule import (
     SWAP_OUT,
     WEIGHT_GRADIENT,
     Action,
+    Beside,
     Gathering,
     Kind,
     Message,
@@ -37,6 +38,7 @@ from evenpipe.schedule import (
 __all__ = ["Executor", "Flow", "Observer"]
 
 _MIB: Final = 1 << 20
+_Forward = Callable[[Unit, list[Tensor] | None], list[Tensor]]
 
 
 class Executor(Resources):
@@ -194,6 +196,7 @@ class Flow:
         self.received: dict[Message, list[Tensor]] = {}
         self.followed: dict[Message, list[_Departed]] = {}
         self.guests: dict[Unit, _Guest] = {}
+        self.ahead: dict[Action, list[Tensor]] = {}  # what backwards gave that were computed with the forward before
 
     def take(self, step: Step) -> None:
         """Post receives, wait, compute or start a transfer, post what comes before the send, send."""
@@ -208,7 +211,7 @@ class Flow:
         inputs = None if step.takes is None else self.received.pop(step.takes)
         self.resources.observer.started(action)
         with self.resources.computed.running() if self.resources.measure else nullcontext():
-            results = self.compute(action, inputs)
+            results = self.compute(action, inputs) if step.beside is None else self.both(action, inputs, step.beside)
         self.resources.observer.ended(action)
         self.post(step.then_post)
         if step.send is not None:
@@ -231,6 +234,8 @@ class Flow:
 
     def compute(self, action: Action, inputs: list[Tensor] | None) -> list[Tensor]:
         """Compute `action` from inputs or gradients; return its outputs or gradients, if it has any."""
+        if action in self.ahead:
+            return self.ahead.pop(action)
         if self.stepping is not None and action.kind in (FORWARD, BACKWARD):
             self.stepping.use(action.unit)
         if action.kind == FORWARD:
@@ -245,13 +250,24 @@ class Flow:
             self.stepping_for(action.micro_batch).update()
         return []
 
-    def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
-        """Forward `unit`; what it saves is recorded where that is of use."""
-        store = self.resources.store
+    def both(self, action: Action, inputs: list[Tensor] | None, beside: Beside) -> list[Tensor]:
+        """Compute a forward together with the backward `beside` it; return the forward's outputs."""
+        stage, backward = cast(FusingStage, self.stage), beside.action
+        gradients = None if beside.takes is None else self.received.pop(beside.takes)
+
+        def forward(unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
+            outputs, self.ahead[backward] = stage.forward_and_backward(unit, inputs, backward.unit, gradients)
+            return outputs
+
+        return self.forward(action.unit, inputs, forward)
+
+    def forward(self, unit: Unit, inputs: list[Tensor] | None, compute: _Forward | None = None) -> list[Tensor]:
+        """Forward `unit`, by the stage's own `forward` if not told; what it saves is recorded where that is of use."""
+        store, compute = self.resources.store, compute or self.stage.forward
         if not self.records:
-            return self.stage.forward(unit, inputs)
+            return compute(unit, inputs)
         with store.recording(unit):
-            outputs = self.stage.forward(unit, inputs)
+            outputs = compute(unit, inputs)
             for tensor in inputs or ():
                 store.attach(unit, tensor)
         if self.resources.measure:

@@ -15,7 +15,7 @@ from evenpipe.runtime.linear import LinearGradients
 from evenpipe.runtime.precisions import autocast_dtype
 from evenpipe.schedule import FORWARD, Kind, Unit
 
-__all__ = ["Edges", "ModuleStage", "SplitStage", "Stage", "Stepping", "VaryingStage", "check_sent"]
+__all__ = ["Edges", "FusingStage", "ModuleStage", "SplitStage", "Stage", "Stepping", "VaryingStage", "check_sent"]
 
 
 class Stage(Protocol):
@@ -39,6 +39,15 @@ class SplitStage(Stage, Protocol):
 
     def backward_weight(self, unit: Unit) -> None:
         """Accumulate the gradients of the weights, and let go of what is saved of the unit."""
+
+
+class FusingStage(Stage, Protocol):
+    """A stage that can compute a forward and a backward of another unit together."""
+
+    def forward_and_backward(
+        self, unit: Unit, inputs: list[Tensor] | None, other: Unit, gradients: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what `forward` of `unit` and `backward` of `other` return."""
 
 
 class VaryingStage(Stage, Protocol):

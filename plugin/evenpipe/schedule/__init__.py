@@ -36,10 +36,11 @@ from evenpipe.schedule.build import (
     choose,
     needs_of,
     offered,
+    overlapping,
     without_cycle_collector,
 )
 from evenpipe.schedule.known import SEARCHED, find, names, own
-from evenpipe.schedule.lower import Lazy, Program, Step, lower
+from evenpipe.schedule.lower import Beside, Lazy, Program, Step, lower
 from evenpipe.schedule.order import Clock, Queues, strictest
 from evenpipe.schedule.passes import (
     batch_of,
@@ -79,6 +80,7 @@ __all__ = [
     "WEIGHT_GRADIENT",
     "Action",
     "ActionKind",
+    "Beside",
     "Clock",
     "Column",
     "Cost",
@@ -116,6 +118,7 @@ __all__ = [
     "names",
     "needs_of",
     "offered",
+    "overlapping",
     "own",
     "parse",
     "partner",

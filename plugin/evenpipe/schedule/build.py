@@ -30,6 +30,7 @@ __all__ = [
     "choose",
     "needs_of",
     "offered",
+    "overlapping",
     "without_cycle_collector",
 ]
 
@@ -111,7 +112,7 @@ def build(
     if update_follows is not None:
         schedule = with_updates(schedule, lambda batch: update_follows(size, batch))
     _check_needs(spec, schedule)
-    return verify(with_swaps(schedule, swaps), bpipe, queues)
+    return verify(with_swaps(schedule, swaps), bpipe, queues, spec.fused)
 
 
 @contextmanager
@@ -190,6 +191,21 @@ class Programs:
     def keep(self, size: Size, program: Program) -> None:
         """From now on, this is the program for that size."""
         self._built[size] = program
+
+
+def overlapping(spec: Spec, chunks: int) -> Spec:
+    """Return the schedule for stages of so many model chunks that compute forwards and backwards together.
+
+    Raises :class:`ScheduleError`, one line, where it has no order for that.
+    """
+    found = find(spec.chunked) if spec.chunked is not None and chunks > 1 else spec
+    if found.overlapped is None:
+        those = ", ".join(name for name in own() if find(name).overlapped is not None)
+        raise ScheduleError(
+            f"schedule={spec.name}: has no order in which forwards and backwards are computed together: choose one of "
+            f"{those}"
+        )
+    return found.overlapped
 
 
 def needs_of(schedule: Schedule) -> frozenset[Need]:

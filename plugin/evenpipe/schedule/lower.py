@@ -29,13 +29,14 @@ from typing import Final, NamedTuple, TypeVar, overload
 import numpy as np
 
 from evenpipe.schedule.actions import Action
+from evenpipe.schedule.fused import fusable
 from evenpipe.schedule.order import Clock, Order, Queues
 from evenpipe.schedule.schedule import Fault, Schedule, fault_of, marked
 from evenpipe.schedule.table import Column
 from evenpipe.schedule.topology import Gathering, Link, Message, links
 from evenpipe.schedule.wiring import Wiring
 
-__all__ = ["Lazy", "Program", "Step", "check_gatherings", "check_order", "lower", "steps_of"]
+__all__ = ["Beside", "Lazy", "Program", "Step", "check_gatherings", "check_order", "lower", "steps_of"]
 
 T = TypeVar("T")
 
@@ -50,6 +51,8 @@ class Step(NamedTuple):
     ``then_post``: the same as ``post``, for what comes after the action and before ``send``.
     ``send``: what compute gives a neighbour when it ends; local, where the next part of the model is on this stage.
     ``takes``: what compute got from a neighbour: one of ``complete``, or local.
+    ``beside``: the backward, the stage's next action, that is computed together with this forward, and what it takes.
+    Its own step has only to send what that gave.
     """
 
     post: tuple[Message | Gathering, ...]
@@ -60,6 +63,14 @@ class Step(NamedTuple):
     send: Message | None = None
     takes: Message | None = None
     follows: tuple[Message, ...] = ()
+    beside: Beside | None = None
+
+
+class Beside(NamedTuple):
+    """A backward that is computed together with the forward before it, and what it got from a neighbour."""
+
+    action: Action
+    takes: Message | None
 
 
 class Lazy(Sequence[T]):
@@ -94,13 +105,15 @@ class Program:
     """A schedule with its communication, for engines to walk.
 
     ``pairs``: partner stages trade, here or in another size under the same settings. ``queues``: what holds up what a
-    stage is given, which its order goes by. ``clock``: what the order follows where times are known.
+    stage is given, which its order goes by. ``clock``: what the order follows where times are known. ``fused``: a
+    backward is computed together with the forward before it, where :func:`fusable` says so.
     """
 
     schedule: Schedule
     pairs: bool = False
     queues: Queues = "many"
     clock: Clock | None = None
+    fused: bool = False
 
     @cached_property
     def wiring(self) -> Wiring:
@@ -134,9 +147,9 @@ class Program:
         return _present(wiring.messages(left))
 
 
-def lower(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> Program:
+def lower(schedule: Schedule, pairs: bool = False, queues: Queues = "many", fused: bool = False) -> Program:
     """``schedule`` with its communication. :func:`evenpipe.schedule.build` does this, and has it verified."""
-    return Program(schedule, pairs or any(schedule.evictions), queues)
+    return Program(schedule, pairs or any(schedule.evictions), queues, fused=fused)
 
 
 def steps_of(program: Program, stage: int, gatherings: Column) -> tuple[Step, ...]:
@@ -151,7 +164,9 @@ def steps_of(program: Program, stage: int, gatherings: Column) -> tuple[Step, ..
     departing, *waits = wiring.waits(stage)
     departures = iter(_present(wiring.messages(wiring.leaving(stage)[0])))
     columns = (wiring.messages(column) for column in (*waits, taken, wiring.starts[rows]))
-    steps = []
+    fused = fusable(program.order, stage) if program.fused else frozenset()
+    beside: Beside | None = None
+    steps: list[Step] = []
     for number, action, departs, is_compute, transferred, received, settled, takes, starts in zip(
         numbers.tolist(), program.schedule.actions[stage], departing.tolist(), computes.tolist(), *columns, strict=True
     ):
@@ -159,6 +174,12 @@ def steps_of(program: Program, stage: int, gatherings: Column) -> tuple[Step, ..
         complete = _present((transferred, received, settled))
         posts, then_posts = tuple(post[number]), tuple(then_post[number])
         if is_compute:
+            if number in fused:  # what it takes is complete by then, and is taken there
+                taken_there = steps[-1]
+                complete = tuple(message for message in complete if message != takes)
+                given = () if takes is None or takes.is_local else (takes,)
+                beside, takes = Beside(action, takes), None
+                steps[-1] = taken_there._replace(complete=(*taken_there.complete, *given), beside=beside)
             steps.append(Step(posts, (*departed, *complete), action, None, then_posts, starts, takes))
         else:
             steps.append(Step(posts, complete, action, starts, then_posts, follows=departed))
@@ -258,11 +279,15 @@ def check_steps(order: Order, gatherings: Column, stage: int, steps: Sequence[St
     schedule = order.wiring.schedule
     row, own = schedule.actions[stage], order.places[schedule.table.of(stage)].tolist()
     missing, begun = _part_of(order, gatherings, stage), set[object]()
+    met = dict(missing)
     latest = _NOWHERE
     with marked(schedule):
         for at, step in enumerate(steps):
             begun.update(step.post)
             completes = begun.issuperset(step.complete) and begun.issuperset(step.follows)
+            if (beside := step.beside) is not None:  # what both take is there before either begins
+                together = beside.action == row[at + 1] and met.get(beside.takes, _NOWHERE) < (own[at], 0, 0)
+                completes = completes and together
             sent = () if step.send is None or step.send.is_local else (step.send,)
             keys = [missing.pop(item, _NOWHERE) for item in step.post]
             keys.append((own[at], 0, 0) if step.transfer is None else missing.pop(step.transfer, _NOWHERE))

@@ -68,6 +68,8 @@ class Spec:
     micro-batches of which a batch in the same groups holds as much, on every stage and under BPipe too. The planner,
     which weighs many sizes, builds programs of all their micro-batches where they are None.
     chunked: the schedule that goes by this name too where stages have several model chunks.
+    fused: a stage computes a backward together with the forward before it, where neither waits for the other.
+    overlapped: the same schedule with an order for that; None where it has none.
     table: the schedule itself, where there is one for one size only: see :meth:`of`.
     """
 
@@ -86,6 +88,8 @@ class Spec:
     drawings: tuple[Drawing, ...] = ()
     table: Schedule | None = None
     chunked: str | None = None
+    fused: bool = False
+    overlapped: Spec | None = None
     live: Callable[[Size], Sequence[int]] | None = None
     settled: Callable[[Size], int] | None = None
 

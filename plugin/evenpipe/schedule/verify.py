@@ -46,7 +46,7 @@ _TAKES = np.stack([by_kind(partial(_takes, state)) for state in STATES], axis=1)
 _LEAVES = by_kind(lambda row: _STATES.index(row.leaves))
 
 
-def verify(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> Program:
+def verify(schedule: Schedule, pairs: bool = False, queues: Queues = "many", fused: bool = False) -> Program:
     """``schedule``, lowered, if it is right; otherwise :class:`ScheduleError` with the offending step marked in a grid.
 
     Proves that (1) every stage forwards and then backwards every unit exactly once, (2) what was evicted or swapped
@@ -59,7 +59,7 @@ def verify(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> 
     steps keep to it, when they are made: :attr:`Program.steps` raises the same error.
     """
     verify_actions(schedule)
-    program = lower(schedule, pairs, queues)
+    program = lower(schedule, pairs, queues, fused)
     with marked(schedule):
         _check_links(program.wiring)
         for stage, held in enumerate(schedule.residencies):

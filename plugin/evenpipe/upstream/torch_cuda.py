@@ -19,6 +19,7 @@ __all__ = ["no_gpu", "without_cuda"]
 
 _MADE_HERE: Final = "device='cuda' is asked for by name; without CUDA the tensor has to be made on the CPU"
 _ONE_GENERATOR: Final = "the CUDA random state is kept and put back; without CUDA every draw is of the CPU's generator"
+_PROFILED: Final = "ranges are named for a profiler of CUDA; without CUDA there is none"
 _IN_ORDER: Final = "CUDA work is ordered with streams; CPU work happens in program order"
 
 
@@ -133,6 +134,16 @@ def without_cuda(device: str) -> list[Patch]:
             for name in ("current_stream", "default_stream")
         ),
         _patch("torch.cuda:stream", lambda original: lambda stream: contextlib.nullcontext(), _IN_ORDER, "(stream)"),
+        _patch(
+            "torch.cuda.streams:Event",
+            lambda original: type("Event", (_Event,), {}),
+            _IN_ORDER,
+            "(enable_timing=False, blocking=False, interprocess=False, external=False)",
+            "torch.cuda:Event",
+        ),
+        _patch("torch:Tensor.record_stream", lambda original: lambda self, stream: None, _IN_ORDER, BUILTIN),
+        _patch("torch.cuda.nvtx:range_push", lambda original: lambda msg: 0, _PROFILED, "(msg)"),
+        _patch("torch.cuda.nvtx:range_pop", lambda original: lambda: 0, _PROFILED, "()"),
     ]
 
 
@@ -203,3 +214,25 @@ class _Stream:
     def record_event(self, event: object = None) -> _Stream:
         """Return what has happened when this stream has: an event is waited for like a stream."""
         return self
+
+
+class _Event:
+    """An event that has happened."""
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        """Like CUDA's."""
+
+    def record(self, stream: object = None) -> None:
+        """It has happened already."""
+
+    def wait(self, stream: object = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Return that it has happened."""
+        return True

@@ -22,14 +22,14 @@ from evenpipe.megatron.unsupported import (
 )
 from evenpipe.megatron.vee import check_placement
 from evenpipe.report.files import check_writable
-from evenpipe.schedule import Need, Programs, ScheduleError, Size, Spec, check_offers
+from evenpipe.schedule import Need, Programs, ScheduleError, Size, Spec, check_offers, overlapping
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in, one_group
 from evenpipe.settings.spelling import FLAGS, flag
 from evenpipe.train.engines import ENGINES
 from evenpipe.upstream.installed import wrong_apex
 
-__all__ = ["check", "warnings"]
+__all__ = ["check", "spec_of", "warnings"]
 
 
 # Of arguments that are not called as their flag is.
@@ -62,13 +62,18 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
         said = str(error).removeprefix(f"schedule={config.spec.name}: ")
         raise ArgumentError(f"{flag('schedule')} {config.schedule}: {said}") from None
     if config.active:
+        asked = _asked(config)
+        try:
+            spec = spec_of(config, args)
+        except ScheduleError as error:
+            said = str(error).removeprefix(f"schedule={config.spec.name}: ")
+            raise ArgumentError(f"{asked} with --overlap-moe-expert-parallel-comm: {said}") from None
         for line in _with_megatrons(config, args):
             raise ArgumentError(line)
-        asked = _asked(config)
         with_two_versions = refused_arguments(args, config.bpipe) if config.streams else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
         with_search = refused_with_search(args) if "times" in config.spec.needs else ()
-        settings = refused_settings(args, config.bpipe, "split" in config.spec.needs)
+        settings = refused_settings(args, config.bpipe, "split" in spec.needs)
         in_a_v = refused_in_a_v(args) if "vee" in _needed(config, args) else ()
         refused = (*settings, *with_two_versions, *with_tuning, *with_search, *in_a_v)
         for refusal in refused or _refused_capture(config, args):
@@ -83,8 +88,18 @@ def warnings(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
         yield line
     if (apex := wrong_apex()) is not None:
         yield apex
-    if "split" in config.spec.needs and (older := too_old_engine(args)) is not None:
+    if "split" in spec_of(config, args).needs and (older := too_old_engine(args)) is not None:
         yield older
+
+
+def spec_of(config: EvenPipeConfig, args: Namespace) -> Spec:
+    """Return the schedule that a run with Megatron's arguments `args` trains by.
+
+    Raises ScheduleError where it cannot compute forwards and backwards together, as they ask for.
+    """
+    if not getattr(args, "overlap_moe_expert_parallel_comm", False):
+        return config.spec
+    return overlapping(config.spec, args.virtual_pipeline_model_parallel_size or 1)
 
 
 def _fit_table(spec: Spec, args: Namespace) -> None:
@@ -97,7 +112,7 @@ def _fit_table(spec: Spec, args: Namespace) -> None:
 
 
 def _needed(config: EvenPipeConfig, args: Namespace) -> frozenset[Need]:
-    return config.spec.needed(args.virtual_pipeline_model_parallel_size or 1)
+    return spec_of(config, args).needed(args.virtual_pipeline_model_parallel_size or 1)
 
 
 def _size(args: Namespace, group: int) -> Size:
@@ -112,7 +127,7 @@ def _refused_capture(config: EvenPipeConfig, args: Namespace) -> Iterator[Refusa
     if config.streams or config.group_size == "auto" or "times" in config.spec.needs:  # refused with any graphs
         return
     size = _size(args, config.group_size)
-    refusal = refused_capture(args, lambda: Programs(config.spec, config.bpipe)(size).schedule)
+    refusal = refused_capture(args, lambda: Programs(spec_of(config, args), config.bpipe)(size).schedule)
     if refusal is not None:
         yield refusal
 

@@ -12,13 +12,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from evenpipe.megatron.script.checks import check, warnings
+from evenpipe.megatron.script.checks import check, spec_of, warnings
 from evenpipe.megatron.script.flags import ArgumentError, config_from
 from evenpipe.megatron.script.partition import layer_kinds, planned
+from evenpipe.megatron.symbols import OVERLAPPING
 from evenpipe.runtime.meeting import NotMet, meeting_of
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import flag
-from evenpipe.upstream import UpstreamError
+from evenpipe.upstream import PatchSet, UpstreamError
 from evenpipe.upstream.ending import end_job, end_with_the_first_error
 
 if TYPE_CHECKING:
@@ -107,9 +108,11 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
         schedule, called, more = measured.schedule, measured, [measured_patches(measured)]
     else:
         schedule = PipelineSchedule(config.spec, config.bpipe, observer, connected=report, group_size=config.group_size)
-    needs = config.spec.needed(args.virtual_pipeline_model_parallel_size or 1)
+    needs = spec_of(config, args).needed(args.virtual_pipeline_model_parallel_size or 1)
     if "split" in needs:
         more = [*more, delayed_gradients()]
+    if getattr(args, "overlap_moe_expert_parallel_comm", False):
+        more = [*more, PatchSet("combined steps", [], OVERLAPPING)]
     if "vee" in needs:
         from evenpipe.megatron.script.chunks import chunks_in_a_vee
         from evenpipe.megatron.vee import vee_patches

@@ -1,12 +1,14 @@
 """DualPipeV (github.com/deepseek-ai/DualPipe): chunks in a V, backwards in halves in warm-up and cool-down only.
 
-Forwards and backwards that its own code overlaps in one fused step come one after the other here.
+Forwards and backwards that its own code overlaps in one fused step come one after the other, unless an engine overlaps
+them: then backwards are whole, as in its code without zero bubbles.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Unit
@@ -56,10 +58,23 @@ def _row(p: int, stage: int, micro_batches: int) -> list[Action]:
     return row
 
 
-SPEC = Spec(
+def _order(size: Size) -> list[list[Action]]:
+    return [_row(size.stages, stage, size.micro_batches) for stage in range(size.stages)]
+
+
+def _whole(row: list[Action]) -> list[Action]:
+    """Return the row with each backward where its first half was."""
+    return [
+        action._replace(kind=BACKWARD) if action.kind == INPUT_GRADIENT else action
+        for action in row
+        if action.kind != WEIGHT_GRADIENT
+    ]
+
+
+_SPEC = Spec(
     name="dualpipev",
     summary="two model chunks a stage, there and back, with backwards in halves at start and end only",
-    order=lambda size: [_row(size.stages, stage, size.micro_batches) for stage in range(size.stages)],
+    order=_order,
     bound=lambda size: min(2 * size.stages + 1, 2 * size.micro_batches),
     places=lambda size: vee(size.stages),
     chunks=(2, 2),
@@ -73,5 +88,16 @@ SPEC = Spec(
             """,
             "as torch.distributed.pipelining's ScheduleDualPipeV orders it",
         ),
+    ),
+)
+
+SPEC = replace(
+    _SPEC,
+    overlapped=replace(
+        _SPEC,
+        order=lambda size: [_whole(row) for row in _order(size)],
+        needs=frozenset(["chunks", "vee"]),
+        drawings=(),
+        fused=True,
     ),
 )

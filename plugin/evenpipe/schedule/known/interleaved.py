@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from evenpipe.schedule.actions import Action, ScheduleError, Unit
 from evenpipe.schedule.spec import Drawing, Size, Spec, alternate
 
@@ -25,9 +27,10 @@ def group(size: Size) -> int:
     return size.stages if size.group_size == 1 else size.group_size
 
 
-def _warmup(size: Size, stage: int) -> int:
-    """Forwards that a stage runs ahead (``get_pp_rank_microbatches`` of megatron-core)."""
-    return min(2 * (size.stages - stage - 1) + (size.chunks - 1) * group(size), size.micro_batches * size.chunks)
+def _warmup(size: Size, stage: int, more: int = 0) -> int:
+    """Forwards that a stage runs ahead, and some ``more`` (``get_pp_rank_microbatches`` of megatron-core)."""
+    ahead = 2 * (size.stages - stage - 1) + (size.chunks - 1) * group(size) + more
+    return min(ahead, size.micro_batches * size.chunks)
 
 
 def units_in_groups(size: Size) -> tuple[list[Unit], list[Unit]]:
@@ -42,27 +45,50 @@ def units_in_groups(size: Size) -> tuple[list[Unit], list[Unit]]:
     return forwards, backwards
 
 
-def _order(size: Size) -> list[list[Action]]:
+def _order(size: Size, more: int = 0) -> list[list[Action]]:
     forwards, backwards = units_in_groups(size)
-    return [list(alternate(forwards, backwards, _warmup(size, s))) for s in range(size.stages)]
+    return [list(alternate(forwards, backwards, _warmup(size, s, more))) for s in range(size.stages)]
 
 
-SPEC = Spec(
+def _balanced(size: Size) -> int:
+    """Return the bound under BPipe (Appendix A, where k = p)."""
+    return size.stages + (size.chunks - 1) * group(size) + 1
+
+
+def _most(size: Size, more: int = 0) -> list[int]:
+    return [min(_warmup(size, s, more) + 1, size.micro_batches * size.chunks) for s in range(size.stages)]
+
+
+_SPEC = Spec(
     name="interleaved",
     summary="1f1b with several model chunks a stage",
     order=_order,
-    bound=lambda size: min(_warmup(size, 0) + 1, size.micro_batches * size.chunks),
-    balanced=lambda size: size.stages + (size.chunks - 1) * group(size) + 1,  # BPipe, Appendix A, where k = p
+    bound=lambda size: _most(size)[0],
+    balanced=_balanced,
     chunks=(2, None),
     needs=frozenset(["chunks"]),
     needs_at_some=frozenset(["groups"]),
     check=check,
-    live=lambda size: [min(_warmup(size, s) + 1, size.micro_batches * size.chunks) for s in range(size.stages)],
+    live=_most,
     drawings=(
         Drawing(
             Size(2, 4, 2),
             "F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3\n"
             "F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3",
         ),
+    ),
+)
+
+#: One forward more ahead, so that every backward has its gradient before the forward that it is computed with begins.
+SPEC = replace(
+    _SPEC,
+    overlapped=replace(
+        _SPEC,
+        order=lambda size: _order(size, 1),
+        bound=lambda size: _most(size, 1)[0],
+        balanced=lambda size: _balanced(size) + 1,
+        live=lambda size: _most(size, 1),
+        drawings=(),
+        fused=True,
     ),
 )
