@@ -31,6 +31,11 @@ def kept(of: Model, run: Run) -> float:
     return chunks_of([{"layer": 1}], Blocks(of, run))[0].kept_bytes
 
 
+def test_a_gated_mlp_keeps_both_halves_that_its_gate_multiplies() -> None:
+    run, gated = replace(RUN, attention="flash"), GPT.model_copy(update={"gated": True})
+    assert kept(gated, run) - kept(GPT, run) == 2 * GPT.sequence * GPT.ffn * run.micro_batch / run.tensor
+
+
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.sampled_from(["megatron-22b", "gpt3-175b"]))
 def test_a_layer_keeps_what_bpipe_s_equations_4_to_6_say(t: int, b: int, name: str) -> None:
     of = model(name)

@@ -61,7 +61,7 @@ def test_only_two_versions_are_kept() -> None:
     for _ in range(2):
         with versions.writing():
             pass
-    with pytest.raises(AssertionError, match=r"version 0 is asked for, and \(1, 2\) are kept"):
+    with pytest.raises(RuntimeError, match=r"version 0 of the weights is asked for, and \(1, 2\) are kept"):
         versions.use(0)
 
 

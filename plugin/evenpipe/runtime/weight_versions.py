@@ -86,7 +86,8 @@ class WeightVersions:
     def use(self, version: int) -> None:
         """Point the parameters at `version`: the newest, or the one before."""
         kept = (self.latest - 1, self.latest)
-        assert version in kept, f"version {version} is asked for, and {kept} are kept"
+        if version not in kept:
+            raise RuntimeError(f"version {version} of the weights is asked for, and {kept} are kept")
         memory = self._memory_of(version)
         if memory != self._in_use:
             self._in_use = memory

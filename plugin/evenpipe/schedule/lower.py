@@ -299,8 +299,8 @@ def check_steps(order: Order, gatherings: Column, stage: int, steps: Sequence[St
             for early, late in pairwise((latest, *keys)):
                 if early >= late:
                     part = ("compute", "message", "gathering")[late[1]]
-                    where = f"has another place in the one order: {late[0]} comes after {early[0]}"
-                    raise Fault(f"a {part} of {row[at]} {where}: {_DEFECT}", stage, at)
+                    where = f"has another place in the one order: tick {late[0]} comes after tick {early[0]}"
+                    raise Fault(f"a {part} in the step of {row[at]} {where}: {_DEFECT}", stage, at)
             latest = keys[-1]
         if missing or len(steps) != len(row):
             raise Fault(f"{row[-1]} ends what lacks a part of the one order: {_DEFECT}", stage, len(row) - 1)

@@ -41,7 +41,9 @@ def batch_of(micro_batch: int, micro_batches: int) -> int:
 
 
 def required_version(batch: int) -> int:
-    """Return the weight version that all micro-batches of ``batch`` (from 0) use, forward and backward.
+    """Return the weight version that all micro-batches of ``batch`` use, forward and backward.
+
+    ``batch`` counts from 0 over all streams, not from where a stream was begun anew.
 
     "the weight version to be used for microbatch k is max(⌊(k − 1)/m⌋ − 1, 0)" (PipeDream-2BW §3.1, k from 1).
     """

@@ -230,7 +230,7 @@ def _two_layers(shard: Shard, inner: float, module: Module, prefix: str = "") ->
 
 
 def _activation(shard: Shard, name: str, elements: float, ways: int) -> Operation:
-    """GELU with its bias, or of a gated MLP the product with the gate: the input is kept."""
+    """GELU with its bias, or of a gated MLP the product with the gate: all of the input is kept, gate included."""
     e = shard.run.element_bytes
     return Operation(
         name,
