@@ -75,9 +75,18 @@ def test_a_setting_that_breaks_the_schedule_is_refused(setting: str, value: obje
 @pytest.mark.parametrize(("setting", "value"), WITH_BPIPE)
 def test_a_setting_that_breaks_only_bpipe_is_refused_with_bpipe_only(setting: str, value: object) -> None:
     refuse_unsupported(config(**{setting: value}), False, [PLAIN], False)
-    with pytest.raises(ValueError, match=rf"^{setting}\b.*, or (turn BPipe off|BPipe)$") as refusal:
+    with pytest.raises(ValueError, match=rf"^{setting}\b.*, or (turn it or BPipe off|BPipe)$") as refusal:
         refuse_unsupported(config(**{setting: value}), True, [PLAIN], True)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("scope", ["attn", ["attn", "moe_router"]])
+def test_graphs_of_parts_of_layers_go_with_bpipe(scope: str | list[str]) -> None:
+    for graphs in ({"cuda_graph_impl": "transformer_engine"}, {"external_cuda_graph": True}):
+        assert [*refused_settings(SimpleNamespace(**graphs, cuda_graph_scope=scope), True)] == []
+        for whole in ({}, {"cuda_graph_scope": []}, {"cuda_graph_scope": "full"}):
+            [refusal] = refused_settings(SimpleNamespace(**graphs, **whole), True)
+            assert "of whole layers" in refusal.reason
 
 
 def test_what_puts_off_or_captures_backwards_goes_with_whole_ones_only() -> None:

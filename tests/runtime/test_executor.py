@@ -97,8 +97,10 @@ FUSED = {
     )
     for name, p, m, bpipe in [("interleaved", 4, 12, True), ("interleaved", 2, 6, False), ("dualpipev", 4, 10, False)]
 }
+CAPTURED = "1f1b p=4 m=8 bpipe, parts of layers in graphs"
 CASES = {
     **SCHEDULES,
+    CAPTURED: build("1f1b", 4, 8, bpipe=True),
     **{name: program.schedule for name, program in FUSED.items()},
     WIDE: build("1f1b", 4, 8, bpipe=True),
     CAST: build("1f1b", 4, 8, bpipe=True),
@@ -107,7 +109,13 @@ CASES = {
     ROUTED[1]: build("kfkb", 4, 8, bpipe=True, group_size=2),
     **accepted_edits(12),
 }
-MODELS = {WIDE: "wide", CAST: "cast", SAVES_OUTPUT: "saving its output", **dict.fromkeys(ROUTED, "routed")}
+MODELS = {
+    CAPTURED: "captured",
+    WIDE: "wide",
+    CAST: "cast",
+    SAVES_OUTPUT: "saving its output",
+    **dict.fromkeys(ROUTED, "routed"),
+}
 
 NOW_AND_THEN = (True, False, True)
 SLOW_MS = 60.0
@@ -200,6 +208,16 @@ def test_forwards_and_backwards_are_computed_together(name, outcomes):
         together = sum(step.beside is not None for step in program.steps[stage])
         assert [batch["together"] for batch in batches] == [together] * len(batches)
         assert together > 0
+
+
+def test_what_graphs_keep_stays_and_the_rest_leaves(outcomes):
+    """Each micro-batch leaves its graph's output where it is, which the next replay writes."""
+    plain, captured = "1f1b p=4 m=9 v=1 bpipe", CAPTURED
+    evicted = [
+        batches_of(outcomes, name)[0][0]["memory"]["evicted_bytes"] / CASES[name].evictions[0]
+        for name in (plain, captured)
+    ]
+    assert evicted[0] - evicted[1] == 4 * ROWS * 2 * WIDTH
 
 
 @pytest.mark.parametrize("name", CASES)

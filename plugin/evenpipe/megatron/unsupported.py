@@ -84,10 +84,12 @@ _ALWAYS: Mapping[str, str] = {
     "moe_paged_stash": "is started anew before each batch by Megatron's own schedules only",
 }
 
-_OWN_MEMORY = "keeps saved activations in memory of its own, which BPipe cannot move"
 _WITH_BPIPE: Mapping[str, str] = {
     "cpu_offloading": "already moves the activations that BPipe would move",
     "distribute_saved_activations": "keeps saved activations where BPipe cannot see them",
+}
+_OWN_MEMORY = "of whole layers keeps all that they save in memory of its own, which BPipe cannot move"
+_WHOLE_LAYERS_WITH_BPIPE: Mapping[str, str] = {
     "external_cuda_graph": _OWN_MEMORY,
     "cuda_graph_impl=transformer_engine": _OWN_MEMORY,
 }
@@ -290,8 +292,17 @@ def refused_settings(settings: Any, bpipe: bool, halves: bool = False) -> Iterat
     yield from _given(settings, _ALWAYS, "turn it off, or EvenPipe's schedule")
     if bpipe:
         yield from _given(settings, _WITH_BPIPE, "turn it off, or BPipe")
+        if _captures_whole_layers(settings):
+            remedy = "capture parts of layers alone (--cuda-graph-scope attn moe_router), or turn it or BPipe off"
+            yield from _given(settings, _WHOLE_LAYERS_WITH_BPIPE, remedy)
     if halves:
         yield from _given(settings, _WITH_HALVES, "turn it off, or use 1f1b")
+
+
+def _captures_whole_layers(settings: Any) -> bool:
+    """Return whether CUDA graphs, if any, are of whole layers: without a scope (since 0.16) or in the scope "full"."""
+    scope = getattr(settings, "cuda_graph_scope", None) or "full"
+    return "full" in (scope.split(",") if isinstance(scope, str) else scope)
 
 
 def _given(settings: Any, reasons: Mapping[str, str], remedy: str) -> Iterator[Refusal]:
