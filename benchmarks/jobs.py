@@ -64,6 +64,7 @@ JOBS: Final = (
     Job("preempted_network", 18, script("preempted_network"), "kfkb_adaptive.png", timed=True),
     Job("convergence", 12, script("convergence"), "2bw_convergence.png"),
     Job("orders", 4, script("orders")),
+    Job("reach", 0.1, script("reach")),
     Job("front", 25, script("front"), "front.png"),
     Job("max_batch", 30, script("max_batch", "--optimized", "none", "S+R")),
     Job("imbalance", 4, script("imbalance")),
