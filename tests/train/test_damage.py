@@ -14,7 +14,7 @@ import torch
 
 from evenpipe.train.checkpoint import FORMAT, Draft, FileEntry, find, rank_file
 from evenpipe.train.options import OptionsError, TrainOptions
-from evenpipe.train.ownership import Disturbed, acquire, owned, release
+from evenpipe.train.ownership import Disturbed, owned
 from evenpipe.train.saver import state_of
 
 RUN = "1" * 32
@@ -29,12 +29,6 @@ def contents(rank: int, iteration: int, /, **changed: Any) -> bytes:
     return file.getvalue()
 
 
-def save(folder: Path, iteration: int, files: list[bytes]) -> None:
-    acquire(folder, RUN, pytest.fail)
-    save_as(RUN, folder, iteration, files)
-    release(folder, RUN)
-
-
 def used(folder: Path) -> tuple[int, dict[str, object], list[float]]:
     checkpoint = find(folder)
     weights = [state_of(checkpoint, rank)["weight"] for rank in range(2)]
@@ -44,7 +38,7 @@ def used(folder: Path) -> tuple[int, dict[str, object], list[float]]:
 @pytest.mark.parametrize("name", ["latest", "iter_0000005/checkpoint.json", "iter_0000005/rank_00001.pt"])
 def test_flips_at_200_places_are_never_used(name: str, tmp_path: Path) -> None:
     for iteration in (4, 5):  # one older, that nobody has asked for
-        save(tmp_path, iteration, [contents(rank, iteration) for rank in range(2)])
+        save_as(RUN, tmp_path, iteration, [contents(rank, iteration) for rank in range(2)])
     path, places, good = tmp_path / name, random.Random(3), used(tmp_path)
     whole, lines = path.read_bytes(), []
     for _ in range(PLACES):
@@ -74,7 +68,7 @@ def test_flips_at_200_places_are_never_used(name: str, tmp_path: Path) -> None:
 def test_a_file_of_another_rank_iteration_or_run_is_refused(
     changed: dict[str, object], said: str, tmp_path: Path
 ) -> None:
-    save(tmp_path, 5, [contents(0, 5), contents(1, 5, **changed)])
+    save_as(RUN, tmp_path, 5, [contents(0, 5), contents(1, 5, **changed)])
     with pytest.raises(OptionsError) as refusal:
         used(tmp_path)
     assert str(refusal.value).endswith(f"rank_00001.pt: the checkpoint is damaged ({said}): name another")
@@ -82,7 +76,7 @@ def test_a_file_of_another_rank_iteration_or_run_is_refused(
 
 @pytest.mark.parametrize("content", [b"", b"junk", b"\x80\x04", contents(1, 5)[:-300], b"(d\x85"])
 def test_whatever_loading_raises_is_one_line(content: bytes, tmp_path: Path) -> None:
-    save(tmp_path, 5, [contents(0, 5), content])
+    save_as(RUN, tmp_path, 5, [contents(0, 5), content])
     with pytest.raises(OptionsError) as refusal:
         used(tmp_path)
     line = str(refusal.value)
