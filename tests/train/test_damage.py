@@ -4,7 +4,6 @@ import hashlib
 import io
 import multiprocessing
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from evenpipe.train.checkpoint import FORMAT, Draft, FileEntry, find, rank_file
 from evenpipe.train.options import OptionsError, TrainOptions
-from evenpipe.train.ownership import Disturbed, owned
+from evenpipe.train.ownership import owned
 from evenpipe.train.saver import state_of
 
 RUN = "1" * 32
@@ -95,30 +94,11 @@ def save_as(run: str, folder: Path, iteration: int, files: list[bytes]) -> None:
     draft.complete(OPTIONS, entries)
 
 
-def saves(folder: Path, run: str, first: int, last: int, told: Path) -> None:
-    """A job that saves iterations `first` to `last` - 1, or is told, into the file `told`, who does."""
-    try:
-        with owned(folder, run, lambda line: None, patience=1):
-            for iteration in range(first, last):
-                save_as(run, folder, iteration, [contents(rank, iteration, run=run) for rank in range(2)])
-    except Disturbed as error:
-        told.write_text(str(error))
-        sys.exit(2)
-
-
-class Job:
-    """`saves` in a process of its own, forked from one that has imported all."""
-
-    def __init__(self, folder: Path, run: str, first: int, last: int) -> None:
-        forking = multiprocessing.get_context("forkserver")
-        forking.set_forkserver_preload([__name__])
-        self._told = folder.with_name(f"{folder.name}-{run}")
-        self.process = forking.Process(target=saves, args=(folder, run, first, last, self._told))
-        self.process.start()
-
-    def ending(self) -> tuple[int | None, str]:
-        self.process.join(120)
-        return self.process.exitcode, self._told.read_text() if self._told.exists() else ""
+def saves(folder: Path, run: str, first: int, last: int) -> None:
+    """A job that saves iterations `first` to `last` - 1."""
+    with owned(folder, run, lambda line: None, patience=1):
+        for iteration in range(first, last):
+            save_as(run, folder, iteration, [contents(rank, iteration, run=run) for rank in range(2)])
 
 
 def latest(folder: Path) -> str:
@@ -133,29 +113,20 @@ def all_are_whole(folder: Path) -> None:
 
 
 @pytest.mark.gate
-def test_of_pairs_of_jobs_in_one_folder_one_saves_and_the_other_is_told_who(tmp_path: Path) -> None:
-    for pair in range(20):
-        folder = tmp_path / str(pair)
-        folder.mkdir()
-        jobs = [Job(folder, run * 32, 1, 60) for run in ("1", "2")]
-        ended = sorted(job.ending() for job in jobs)
-        assert ended[0] == (0, "")
-        assert ended[1][0] == 0 or "saves there: stop it first, or save elsewhere" in ended[1][1]
-        all_are_whole(folder)
-
-
-@pytest.mark.gate
 def test_of_fifty_kills_while_saving_none_loses_or_mixes_anything(tmp_path: Path) -> None:
     moments, behind, folder = random.Random(11), 0, tmp_path / "saved"
     folder.mkdir()
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload([__name__])
     for kill in range(50):
-        job = Job(folder, f"{kill + 1:032x}", behind + 1, behind + 1000)
+        job = forking.Process(target=saves, args=(folder, f"{kill + 1:032x}", behind + 1, behind + 1000))
+        job.start()
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and latest(folder)[5:12] <= f"{behind:07d}":
             time.sleep(0.005)
         time.sleep(moments.uniform(0, 0.1))
-        job.process.kill()
-        job.process.join()
+        job.kill()
+        job.join()
         all_are_whole(folder)
         now, _, _ = used(folder)
         assert now > behind, "what was complete is lost, or nothing was saved"
