@@ -87,7 +87,7 @@ def forward_flops(shape: ModelShape, p: int, t: int, b: float) -> float:
 
 
 def required_gbps(nbytes: float, forward_ms: float) -> float:
-    """Return the GB/s (10^9 bytes/s) that a transfer of ``nbytes`` needs to stay hidden behind one forward (Eq. 7-9)."""
+    """Return the GB/s (10^9 bytes/s) that ``nbytes`` need to stay hidden behind one forward (Eq. 7-9)."""
     return nbytes / (forward_ms / 1e3) / 1e9
 
 
