@@ -26,6 +26,7 @@ import numpy as np
 from harness import Benchmark, positive, progress_bar
 from matplotlib.figure import Figure
 from rich.table import Table
+from rivals.algorithm_2 import printed_cuts
 from rivals.layers import Layers
 from rivals.profiles import DEVICE, EVERY, LIMIT_BYTES, MODELS, problem_of, profiles_of
 from rivals.vpipe import vpipe
@@ -62,7 +63,7 @@ def wasted(profile: Profile, mode: str, stages: int) -> float:
 def balanced_waste(profile: Profile, stages: int) -> float | None:
     """Of PipeDream's stages where Algorithm 2, as printed, balances their memory; None: it leaves some empty."""
     problem = problem_of(profile, "async", stages)
-    cuts = Balance(problem).printed_cuts()
+    cuts = printed_cuts(problem)
     return None if cuts is None else waste(problem.within(1 << 60).peaks(cuts) or [])
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -83,18 +82,15 @@ def verdicts(document: dict[str, Any], check: str) -> list[str]:
     return [each["verdict"] for each in document["findings"] if each["check"] == check]
 
 
-def test_one_machine_whose_port_is_taken(tmp_path: Path) -> None:
-    status, document = run("--checkpoint-dir", str(tmp_path), "--checkpoint-gib", "0.001", MASTER_PORT=str(free_port()))
+def test_one_machine_with_and_without_a_problem(tmp_path: Path) -> None:
+    status, document = run("--checkpoint-dir", str(tmp_path), "--checkpoint-gib", "0.001")
     assert document["format"] == "evenpipe.doctor/1"
     assert (document["ranks"], document["missing"], document["pairs"]) == (1, [], [])
-    assert verdicts(document, "ports") == ["fine"]
     assert verdicts(document, "checkpoints")[0] in ("fine", "note")
     assert (status == 0) is document["ok"]
-    with socket.create_server(("", 0)) as server:
-        status, document = run(MASTER_PORT=str(server.getsockname()[1]), NCCL_P2P_DISABLE="1")
+    status, document = run(NCCL_P2P_DISABLE="1")
     assert status == 1
     assert document["ok"] is False
-    assert verdicts(document, "ports") == ["problem"]
     assert "problem" in verdicts(document, "environment")
     assert all(each["remedy"] for each in document["findings"] if each["verdict"] == "problem")
 
@@ -102,7 +98,7 @@ def test_one_machine_whose_port_is_taken(tmp_path: Path) -> None:
 def test_the_table_for_people_ends_with_what_there_is_to_do() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BARE.format(before="")],
-        env=environ(CUDA_LAUNCH_BLOCKING="1", MASTER_PORT=str(free_port()), COLUMNS="200"),
+        env=environ(CUDA_LAUNCH_BLOCKING="1", COLUMNS="200"),
         capture_output=True,
         text=True,
     )

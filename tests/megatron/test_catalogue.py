@@ -107,19 +107,6 @@ def test_a_changed_signature_is_named_with_what_was_found_and_expected(copy: Cal
     )
 
 
-def test_a_lost_rebinding_is_named(copy: Callable[..., Path]) -> None:
-    found = examine(copy("pipeline_parallel/__init__.py", "from .schedules import", "from .elsewhere import"))
-    [line] = found.problems(Purpose.TRAINING)
-    assert line.startswith("megatron.core.pipeline_parallel:get_forward_backward_func: ")
-
-
-def test_renamed_sums_of_the_log_are_named(copy: Callable[..., Path]) -> None:
-    """A dry run puts them back, and would find nothing to put back."""
-    found = examine(copy("transformer/multi_token_prediction.py", "    tracker = {}\n", "    sums = {}\n"))
-    [line] = found.problems(Purpose.TRAINING)
-    assert line.startswith("megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.tracker: ")
-
-
 # By symbol: the file, a text in it, and what makes a feature die.
 DEADLY = {
     "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer": (

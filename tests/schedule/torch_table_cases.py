@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.runtime.ranks import report
 
 WIDTH, ROWS = 6, 2
 
@@ -46,15 +47,10 @@ def train(case: dict, table: str, rank: int) -> dict:
     }
 
 
-def work(rank: int, folder: Path, world: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
+def work(rank: int, folder: Path) -> dict:
     cases = json.loads((folder / "cases.json").read_text())
-    found = {name: train(case, str(folder / f"{name}.csv"), rank) for name, case in cases.items()}
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {name: train(case, str(folder / f"{name}.csv"), rank) for name, case in cases.items()}
 
 
 if __name__ == "__main__":
-    mp.start_processes(work, (Path(sys.argv[1]), int(sys.argv[2])), nprocs=int(sys.argv[2]), start_method="fork")
+    report(int(sys.argv[2]), work)

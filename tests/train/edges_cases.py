@@ -7,7 +7,6 @@ Argument: a folder (rank-<rank>.json out). A script of its own, forked after the
 
 import gc
 import itertools
-import json
 import sys
 import weakref
 from dataclasses import replace
@@ -15,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from evenpipe.schedule import Size, build, verify
 from evenpipe.torch.pipeline import ModulePipeline
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.runtime.ranks import report
 
 STAGES, MICRO_BATCHES, ROWS, KINDS = 4, 8, 4, 5
 SCHEDULES = {
@@ -166,10 +166,8 @@ def drained() -> list[int]:
     return [ahead, left]
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", STAGES), rank=rank, world_size=STAGES)
-    found = {}
+def run(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for name, (chunks, group, bpipe) in SCHEDULES.items():
         program = build(name.partition(",")[0], Size(STAGES, MICRO_BATCHES, chunks, group), bpipe)
         if name.endswith("recomputed"):
@@ -198,11 +196,8 @@ def run(rank: int, folder: str) -> None:
             "weighed": None if some.loss is None else [some.loss.item(), torch.stack(some.losses[:2]).mean().item()],
         }
         pipeline.close()
-    found["drained"] = drained()
-    Path(folder, f"rank-{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found | {"drained": drained()}
 
 
 if __name__ == "__main__":
-    mp.start_processes(run, (sys.argv[1],), nprocs=STAGES, start_method="fork")
+    report(STAGES, run)

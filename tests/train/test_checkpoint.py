@@ -13,16 +13,15 @@ import pytest
 
 from evenpipe.train.checkpoint import Draft, FileEntry, Manifest, check, find, refuse_misfit
 from evenpipe.train.options import OptionsError, TrainOptions
-from evenpipe.train.ownership import Disturbed, acquire
+from evenpipe.train.ownership import Disturbed
 
 OPTIONS = TrainOptions.of(iterations=100, stages=1)
-RUN, OTHER = "1" * 32, "2" * 32
+RUN = "1" * 32
 
 
-def drafted(directory: Path, iterations: int, contents: bytes, run: str = RUN) -> tuple[Draft, dict[str, FileEntry]]:
+def drafted(directory: Path, iterations: int, contents: bytes) -> tuple[Draft, dict[str, FileEntry]]:
     directory.mkdir(exist_ok=True)
-    acquire(directory, run, lambda line: None, patience=0)
-    draft = Draft(directory, iterations, run)
+    draft = Draft(directory, iterations, RUN)
     draft.begin()
     draft.write("rank_00000.pt", lambda file: file.write(contents))
     return draft, {"rank_00000.pt": FileEntry(bytes=len(contents), sha256=hashlib.sha256(contents).hexdigest())}
@@ -97,7 +96,7 @@ def test_what_is_half_written_is_not_found_and_makes_way(tmp_path: Path) -> None
     with pytest.raises(OptionsError, match="no checkpoint there"):
         find(tmp_path)
     save(tmp_path, 6)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000006", "latest", "owner.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000006", "latest"]
 
 
 def test_a_discarded_draft_leaves_the_checkpoint_before(tmp_path: Path) -> None:
@@ -105,7 +104,7 @@ def test_a_discarded_draft_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     draft, _ = drafted(tmp_path, 6, b"half")
     draft.discard()
     assert contents_of_latest(tmp_path) == (5, b"weights")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000005", "latest", "owner.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000005", "latest"]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -185,9 +184,9 @@ def test_only_so_many_checkpoints_are_kept_the_newest_and_the_latest_always(tmp_
     for iterations in (2, 9, 4):  # as after a return to an earlier one
         save(tmp_path, iterations)
     save(tmp_path, 5, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000004", "iter_0000005", "latest", "owner.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000004", "iter_0000005", "latest"]
     save(tmp_path, 6, keep=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000006", "latest", "owner.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000006", "latest"]
     assert contents_of_latest(tmp_path) == (6, b"weights")
 
 

@@ -4,7 +4,6 @@ import hashlib
 import io
 import multiprocessing
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from evenpipe.train.checkpoint import FORMAT, Draft, FileEntry, find, rank_file
 from evenpipe.train.options import OptionsError, TrainOptions
-from evenpipe.train.ownership import Disturbed, acquire, owned, release
+from evenpipe.train.ownership import owned
 from evenpipe.train.saver import state_of
 
 RUN = "1" * 32
@@ -29,12 +28,6 @@ def contents(rank: int, iteration: int, /, **changed: Any) -> bytes:
     return file.getvalue()
 
 
-def save(folder: Path, iteration: int, files: list[bytes]) -> None:
-    acquire(folder, RUN, pytest.fail)
-    save_as(RUN, folder, iteration, files)
-    release(folder, RUN)
-
-
 def used(folder: Path) -> tuple[int, dict[str, object], list[float]]:
     checkpoint = find(folder)
     weights = [state_of(checkpoint, rank)["weight"] for rank in range(2)]
@@ -44,7 +37,7 @@ def used(folder: Path) -> tuple[int, dict[str, object], list[float]]:
 @pytest.mark.parametrize("name", ["latest", "iter_0000005/checkpoint.json", "iter_0000005/rank_00001.pt"])
 def test_flips_at_200_places_are_never_used(name: str, tmp_path: Path) -> None:
     for iteration in (4, 5):  # one older, that nobody has asked for
-        save(tmp_path, iteration, [contents(rank, iteration) for rank in range(2)])
+        save_as(RUN, tmp_path, iteration, [contents(rank, iteration) for rank in range(2)])
     path, places, good = tmp_path / name, random.Random(3), used(tmp_path)
     whole, lines = path.read_bytes(), []
     for _ in range(PLACES):
@@ -74,7 +67,7 @@ def test_flips_at_200_places_are_never_used(name: str, tmp_path: Path) -> None:
 def test_a_file_of_another_rank_iteration_or_run_is_refused(
     changed: dict[str, object], said: str, tmp_path: Path
 ) -> None:
-    save(tmp_path, 5, [contents(0, 5), contents(1, 5, **changed)])
+    save_as(RUN, tmp_path, 5, [contents(0, 5), contents(1, 5, **changed)])
     with pytest.raises(OptionsError) as refusal:
         used(tmp_path)
     assert str(refusal.value).endswith(f"rank_00001.pt: the checkpoint is damaged ({said}): name another")
@@ -82,7 +75,7 @@ def test_a_file_of_another_rank_iteration_or_run_is_refused(
 
 @pytest.mark.parametrize("content", [b"", b"junk", b"\x80\x04", contents(1, 5)[:-300], b"(d\x85"])
 def test_whatever_loading_raises_is_one_line(content: bytes, tmp_path: Path) -> None:
-    save(tmp_path, 5, [contents(0, 5), content])
+    save_as(RUN, tmp_path, 5, [contents(0, 5), content])
     with pytest.raises(OptionsError) as refusal:
         used(tmp_path)
     line = str(refusal.value)
@@ -101,30 +94,11 @@ def save_as(run: str, folder: Path, iteration: int, files: list[bytes]) -> None:
     draft.complete(OPTIONS, entries)
 
 
-def saves(folder: Path, run: str, first: int, last: int, told: Path) -> None:
-    """A job that saves iterations `first` to `last` - 1, or is told, into the file `told`, who does."""
-    try:
-        with owned(folder, run, lambda line: None, patience=1):
-            for iteration in range(first, last):
-                save_as(run, folder, iteration, [contents(rank, iteration, run=run) for rank in range(2)])
-    except Disturbed as error:
-        told.write_text(str(error))
-        sys.exit(2)
-
-
-class Job:
-    """`saves` in a process of its own, forked from one that has imported all."""
-
-    def __init__(self, folder: Path, run: str, first: int, last: int) -> None:
-        forking = multiprocessing.get_context("forkserver")
-        forking.set_forkserver_preload([__name__])
-        self._told = folder.with_name(f"{folder.name}-{run}")
-        self.process = forking.Process(target=saves, args=(folder, run, first, last, self._told))
-        self.process.start()
-
-    def ending(self) -> tuple[int | None, str]:
-        self.process.join(120)
-        return self.process.exitcode, self._told.read_text() if self._told.exists() else ""
+def saves(folder: Path, run: str, first: int, last: int) -> None:
+    """A job that saves iterations `first` to `last` - 1."""
+    with owned(folder, run, lambda line: None, patience=1):
+        for iteration in range(first, last):
+            save_as(run, folder, iteration, [contents(rank, iteration, run=run) for rank in range(2)])
 
 
 def latest(folder: Path) -> str:
@@ -139,29 +113,20 @@ def all_are_whole(folder: Path) -> None:
 
 
 @pytest.mark.gate
-def test_of_pairs_of_jobs_in_one_folder_one_saves_and_the_other_is_told_who(tmp_path: Path) -> None:
-    for pair in range(20):
-        folder = tmp_path / str(pair)
-        folder.mkdir()
-        jobs = [Job(folder, run * 32, 1, 60) for run in ("1", "2")]
-        ended = sorted(job.ending() for job in jobs)
-        assert ended[0] == (0, "")
-        assert ended[1][0] == 0 or "saves there: stop it first, or save elsewhere" in ended[1][1]
-        all_are_whole(folder)
-
-
-@pytest.mark.gate
 def test_of_fifty_kills_while_saving_none_loses_or_mixes_anything(tmp_path: Path) -> None:
     moments, behind, folder = random.Random(11), 0, tmp_path / "saved"
     folder.mkdir()
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload([__name__])
     for kill in range(50):
-        job = Job(folder, f"{kill + 1:032x}", behind + 1, behind + 1000)
+        job = forking.Process(target=saves, args=(folder, f"{kill + 1:032x}", behind + 1, behind + 1000))
+        job.start()
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and latest(folder)[5:12] <= f"{behind:07d}":
             time.sleep(0.005)
         time.sleep(moments.uniform(0, 0.1))
-        job.process.kill()
-        job.process.join()
+        job.kill()
+        job.join()
         all_are_whole(folder)
         now, _, _ = used(folder)
         assert now > behind, "what was complete is lost, or nothing was saved"

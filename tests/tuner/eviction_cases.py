@@ -1,18 +1,15 @@
 """Four gloo processes, a pipeline of as many stages, that tune with BPipe: as they are, then with a slow eviction.
 
-Argument: a folder (stage-<stage>.json out). A script of its own, forked after the imports: they cost seconds each.
+Argument: a folder (rank-<rank>.json out). A script of its own, forked after the imports: they cost seconds each.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from evenpipe.planner.group_memory import Measured
 from evenpipe.planner.grouped import GroupedSchedule
@@ -22,6 +19,7 @@ from evenpipe.schedule import Link, Programs, links, loop
 from evenpipe.tuner.loop import AdaptiveLoop
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.runtime.ranks import report
 from tests.slow_links import slowed
 
 STAGES, SAMPLES, LIMIT = 4, 8, 10**9
@@ -40,15 +38,11 @@ def tuned(stage: int, connections: Connections) -> Any:
     return loop.tuner.state_dict() | {"estimates_ms": loop.tuner.retunes[0].estimates_ms}
 
 
-def main(stage: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=stage, world_size=STAGES)
+def work(stage: int, folder: Path) -> list[Any]:
     connections = connect(range(STAGES), links(loop(STAGES), pairs=True), "gloo", CPU)
     slow = slowed(connections, Link("evict", 0, 3), SLOW_GBPS) if stage == 0 else connections
-    found = [tuned(stage, one) for one in (connections, slow)]
-    (folder / f"stage-{stage}.json").write_text(json.dumps(found))
-    dist.barrier()
+    return [tuned(stage, one) for one in (connections, slow)]
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    mp.start_processes(main, args=(Path(sys.argv[1]),), nprocs=STAGES, start_method="fork")
+    report(STAGES, work)

@@ -1,9 +1,8 @@
 """Three gloo processes, a pipeline of as many stages, that measure their links, one of which is slow.
 
-Argument: a folder (stage-<stage>.json out). A script of its own, forked after the imports: they cost seconds each.
+Argument: a folder (rank-<rank>.json out). A script of its own, forked after the imports: they cost seconds each.
 """
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -11,14 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import connect
 from evenpipe.schedule import Link, links, loop
 from evenpipe.tuner.links import Burst, Ends, measure_links
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.runtime.ranks import report
 
 STAGES = 3
 BURSTS = (Burst(1, 4000), Burst(3, 1000))
@@ -33,8 +33,7 @@ class Slow(Channel):
         return super().send(tensors)
 
 
-def main(stage: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=stage, world_size=STAGES)
+def work(stage: int, folder: Path) -> list[dict]:
     connections = connect(range(STAGES), links(loop(STAGES)), "gloo", CPU)
     channels = dict(connections.channels)
     slow = Link("backward", 1, 0)
@@ -51,10 +50,8 @@ def main(stage: int, folder: Path) -> None:
         transfer.wait()
         follows[f"{link.kind} {link.source}"] = number.item()
     measured = {f"{link.kind} {link.source}": list(zip(once[link], again[link], strict=True)) for link in once}
-    (folder / f"stage-{stage}.json").write_text(json.dumps([measured, follows]))
-    dist.barrier()
+    return [measured, follows]
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    mp.start_processes(main, args=(Path(sys.argv[1]),), nprocs=STAGES, start_method="fork")
+    report(STAGES, work)

@@ -1,6 +1,6 @@
 """Two gloo processes, a pipeline of as many stages, that tune on measurements that are made up, and train nothing.
 
-Argument: a folder (stage-<stage>.json out). A script of its own, forked after the imports.
+Argument: a folder (rank-<rank>.json out). A script of its own, forked after the imports.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from evenpipe.planner.group_memory import Measured, PlanError, divisors
 from evenpipe.planner.grouped import GroupedSchedule
@@ -20,6 +18,9 @@ from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Programs, links, loop
 from evenpipe.tuner.loop import AdaptiveLoop
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.runtime.ranks import report
 
 STAGES, SAMPLES, LIMIT = 2, 4, 10_000
 CPU = torch.device("cpu")
@@ -51,7 +52,8 @@ class Run:
         return [tuple(self.loop.choose(self._executor, iteration, SAMPLES)) for iteration in iterations]
 
 
-def work(executor: Executor) -> dict[str, Any]:
+def work(stage: int, folder: Path) -> dict[str, Any]:
+    executor = Executor(stage, connect(range(STAGES), links(loop(STAGES)), "gloo", CPU), CPU)
     first = Run(executor)
     found: dict[str, Any] = {"before": first.loop.state_dict(), "wanted": first.measure()}
     found["chosen"] = first.choose(range(5))
@@ -93,13 +95,5 @@ def work(executor: Executor) -> dict[str, Any]:
     return found
 
 
-def main(stage: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=stage, world_size=STAGES)
-    executor = Executor(stage, connect(range(STAGES), links(loop(STAGES)), "gloo", CPU), CPU)
-    (folder / f"stage-{stage}.json").write_text(json.dumps(work(executor)))
-    dist.barrier()
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    mp.start_processes(main, args=(Path(sys.argv[1]),), nprocs=STAGES, start_method="fork")
+    report(STAGES, work)

@@ -11,7 +11,7 @@ from tests.reports import reports
 
 def test_each_link_is_measured_on_its_own_and_left_clean(tmp_path: Path) -> None:
     script = Path(__file__).with_name("link_cases.py")
-    stages = reports(script, tmp_path, 3, each="stage")
+    stages = reports(script, tmp_path, 3)
     assert [set(measured) for measured, _ in stages] == [
         {"backward 1"}, {"forward 0", "backward 2"}, {"forward 1"}
     ]  # fmt: skip
@@ -32,7 +32,7 @@ def test_each_link_is_measured_on_its_own_and_left_clean(tmp_path: Path) -> None
 
 def test_a_slow_eviction_makes_estimates_longer_and_the_group_size_another_one(tmp_path: Path) -> None:
     script = Path(__file__).with_name("eviction_cases.py")
-    stages = reports(script, tmp_path, 4, each="stage")
+    stages = reports(script, tmp_path, 4)
     assert all(found == stages[0] for found in stages), "all ranks know the same"
     fast, slow = stages[0]
     taken_ms = {tuple(link): fmean(samples) for name, *link, samples in slow["message_ms"] if name == "k1b1"}

@@ -21,7 +21,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found."""
     folder: Path = tmp_path_factory.mktemp("loop")
     script = Path(__file__).with_name("loop_cases.py")
-    return reports(script, folder, 2, each="stage")
+    return reports(script, folder, 2)
 
 
 def test_all_ranks_find_the_same(stages: list[dict[str, Any]]) -> None:

@@ -19,10 +19,10 @@ from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import gibibytes, positive
 from evenpipe.doctor.environment import environment
 from evenpipe.doctor.finding import Check, Finding, Reported, Verdict, by_finding, run_checks
-from evenpipe.doctor.installed import apex, framework, gpus, python_and_torch, topology
+from evenpipe.doctor.installed import framework, gpus, python_and_torch, topology
 from evenpipe.doctor.job import Launched
 from evenpipe.doctor.links import Together, Wanted, gather_findings
-from evenpipe.doctor.machine import clock, open_files, ports, shared_memory, storage
+from evenpipe.doctor.machine import open_files, shared_memory, storage
 from evenpipe.runtime.bandwidth import ModelShape, Recompute
 
 __all__ = ["add_to"]
@@ -127,13 +127,10 @@ def _checks(arguments: Namespace, launched: Launched) -> list[Check]:
         Check("python", python_and_torch),
         Check("megatron-core", lambda: framework("megatron-core", _megatron), _IMPORT_SECONDS, "its import", slow),
         Check("deepspeed", lambda: framework("deepspeed", _deepspeed), _IMPORT_SECONDS, "its files", slow),
-        Check("apex", apex),
         Check("GPUs", gpus, _IMPORT_SECONDS, "torch.cuda", "a GPU or the driver is stuck (dmesg: Xid): drain the node"),
         Check("GPU links", topology),
         *of_each_rank,
         Check("shared memory", shared_memory),
-        Check("ports", lambda: ports(os.environ, launched.world > 1 or "TORCHELASTIC_RUN_ID" in os.environ)),
-        Check("clock", clock),
         Check("checkpoints", lambda: storage(folder, several_nodes, size), waits_for=f"the file system of {folder}"),
     ]
 

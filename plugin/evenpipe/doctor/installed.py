@@ -14,9 +14,9 @@ from typing import Final
 
 from evenpipe.doctor.finding import Finding, fine, noted, problem, unseen
 from evenpipe.upstream.findings import Findings, Purpose, State
-from evenpipe.upstream.installed import too_old_torch, wrong_apex
+from evenpipe.upstream.installed import too_old_torch
 
-__all__ = ["apex", "framework", "gpus", "python_and_torch", "topology"]
+__all__ = ["framework", "gpus", "python_and_torch", "topology"]
 
 _PYTHON: Final = (3, 10)
 
@@ -58,21 +58,6 @@ def framework(name: str, look: Callable[[], Findings | None]) -> Iterator[Findin
     absent = sum(each.state is State.ABSENT for each in replaced)
     without = f", {absent} are for scripts that are not installed" if absent else ""
     yield fine(name, f"{version}: supported; {fit} of {len(replaced)} replaced symbols fit{without} (evenpipe patches)")
-
-
-def apex() -> Iterator[Finding]:
-    """The unrelated package of NVIDIA Apex's name that the registry has."""
-    wrong = wrong_apex()
-    if wrong is not None:
-        said, _, remedy = wrong.rpartition(": ")
-        yield problem("apex", said.removeprefix("apex: "), remedy)
-        return
-    try:
-        version = metadata.version("apex")
-    except metadata.PackageNotFoundError:
-        yield fine("apex", "not installed, and not needed")
-    else:
-        yield fine("apex", f"NVIDIA's, {version}")
 
 
 #: How `nvidia-smi topo -m` calls what lies between two GPUs, the slowest first.

@@ -1,7 +1,7 @@
 """Checkpoints on disk: a folder each, complete from the moment it has its name, and a file that names the latest.
 
 DIR/latest                           iter_0000010 and the digest of its manifest
-DIR/owner.json                       which run saves there; empty when none does
+DIR/owner.json                       locked by the run that saves there, with its name
 DIR/iter_0000010/checkpoint.json     the `Manifest`
 DIR/iter_0000010/rank_00000.pt       what one process needs to go on; names run, iteration and rank, too
 DIR/iter_0000015.1f00c3d2.partial/   being written or removed, or left by a process that was killed: never loaded
@@ -26,7 +26,7 @@ from evenpipe.report.files import check_writable, move_durably, write_durably
 from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.options import OptionsError, TrainOptions
-from evenpipe.train.ownership import Disturbed, holding
+from evenpipe.train.ownership import Disturbed
 from evenpipe.wording.validation import plain_message
 
 __all__ = [
@@ -192,11 +192,10 @@ class Draft:
 
     def begin(self) -> Path:
         """Make an empty draft with a name of its own, and remove what dead runs have left half-written."""
-        with holding(self._directory, self._run):
-            for left_over in self._directory.glob("iter_*.partial"):
-                shutil.rmtree(left_over)
-            _settle(self._directory)
-            self.partial.mkdir()
+        for left_over in self._directory.glob("iter_*.partial"):
+            shutil.rmtree(left_over)
+        _settle(self._directory)
+        self.partial.mkdir()
         return self.partial
 
     def write(self, name: str, fill: Callable[[BinaryIO], object]) -> None:
@@ -221,19 +220,18 @@ class Draft:
             options={name: getattr(options, name) for name in MUST_AGREE},
             files=dict(files),
         )
-        with holding(self._directory, self._run):
-            sizes = {path.name: path.stat().st_size for path in self.partial.iterdir()}
-            if sizes != {name: entry.bytes for name, entry in files.items()}:
-                raise Disturbed(f"{self.partial}: it has other files than this run wrote: save elsewhere")
-            self.write(_MANIFEST, lambda file: file.write(manifest.model_dump_json(indent=1).encode()))
-            if self.final.exists():
-                self.final.rename(_replaced(self.final))
-            move_durably(self.partial, self.final)
-            pointer = f"{self.final.name} {manifest.digest}\n"
-            write_durably(self._directory / _LATEST, lambda file: file.write(pointer.encode()))
-            _remove(_replaced(self.final))
-            if options.keep:
-                _keep(self._directory, options.keep, self.final)
+        sizes = {path.name: path.stat().st_size for path in self.partial.iterdir()}
+        if sizes != {name: entry.bytes for name, entry in files.items()}:
+            raise Disturbed(f"{self.partial}: it has other files than this run wrote: save elsewhere")
+        self.write(_MANIFEST, lambda file: file.write(manifest.model_dump_json(indent=1).encode()))
+        if self.final.exists():
+            self.final.rename(_replaced(self.final))
+        move_durably(self.partial, self.final)
+        pointer = f"{self.final.name} {manifest.digest}\n"
+        write_durably(self._directory / _LATEST, lambda file: file.write(pointer.encode()))
+        _remove(_replaced(self.final))
+        if options.keep:
+            _keep(self._directory, options.keep, self.final)
 
 
 def check(options: TrainOptions) -> None:

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.rivals.algorithm_2 import one_copy_bytes, printed_cuts, running_peak_cuts
 from evenpipe.partition.costs.matrices import Costs
-from evenpipe.partition.dawnpiper.balance import Balance, one_copy_bytes, quiet, running_peak_cuts
+from evenpipe.partition.dawnpiper.balance import Balance, quiet
 from evenpipe.partition.profile import Parameter, Storage
 from tests.partition.profiles import assembled, problem_of, transformer
 
@@ -100,7 +101,7 @@ def test_algorithm_2_cuts_a_model_where_peaks_are_even_for_pipedream(stages: int
     """It leaves out gradients and messages, and nodes are whole: peaks are not quite the same."""
     problem = problem_of(transformer(48), "pipedream", stages)
     balance = Balance(problem)
-    printed = balance.printed_cuts()
+    printed = printed_cuts(problem)
     assert printed is not None
     peaks, by_time = problem.peaks(printed) or (), problem.peaks(balance.compute_cuts()) or ()
     assert max(peaks) < max(by_time)

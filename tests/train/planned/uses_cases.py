@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -36,6 +35,7 @@ from evenpipe.train.options import TrainOptions
 from evenpipe.train.plain import PlannedEngine
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.runtime.ranks import report
 from tests.train.planned.cases import Alike
 
 STAGES, MICRO_BATCHES, SIZE, WIDTH = 2, 4, 3, 8
@@ -384,19 +384,15 @@ def _of_part(number: int, part: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(f"{number}.{name}", one) for name, one in part.named_parameters()]
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", STAGES), rank=rank, world_size=STAGES)
-    found = {"autocast": autocasted(Path(folder))}
-    found |= {name: evaluated(Path(folder), f"answering {name}.json") for name in ("1f1b", "2bw")}
-    found |= {f"cut {name}": frozen_and_cut(Path(folder), name) for name in FROZEN}
-    found |= {name: weighed(Path(folder), name) for name in ("meant", "divided")}
-    found |= {"placed": placed(Path(folder))}
-    found |= {"swapped": swapped(Path(folder)), "replicated": replicated(Path(folder))}
-    found |= {"keys": keyed(Path(folder)), "frozen": frozen(False), "partly": frozen(True)}
-    Path(folder, f"rank-{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+def run(rank: int, folder: Path) -> dict[str, Any]:
+    found = {"autocast": autocasted(folder)}
+    found |= {name: evaluated(folder, f"answering {name}.json") for name in ("1f1b", "2bw")}
+    found |= {f"cut {name}": frozen_and_cut(folder, name) for name in FROZEN}
+    found |= {name: weighed(folder, name) for name in ("meant", "divided")}
+    found |= {"placed": placed(folder)}
+    found |= {"swapped": swapped(folder), "replicated": replicated(folder)}
+    found |= {"keys": keyed(folder), "frozen": frozen(False), "partly": frozen(True)}
+    return found
 
 
 if __name__ == "__main__":
@@ -415,4 +411,4 @@ if __name__ == "__main__":
         planned(out / f"answering {schedule}.json", Answering(), schedule)
     with autocast():
         planned(out / "autocast.json", Model())
-    mp.start_processes(run, (sys.argv[1],), nprocs=STAGES, start_method="fork")
+    report(STAGES, run)

@@ -9,6 +9,6 @@
 | Algorithm 1, AdjacentPartition and BiPar | `bipar.bipar`, with the paper's line numbers |
 | CompMemBalPartition | `balance.Balance.compute_cut` and `memory_cut` |
 | §4.3, MemOpt: Capuchin's FreeTime and MSPS | `capuchin.fit` |
-| Algorithm 2, as printed | `balance.running_peak_cuts`, with the paper's line numbers |
+| Algorithm 2 | `balance.Balance.memory_cuts`; as printed, `benchmarks/rivals/algorithm_2.py` |
 | Appendix B.2, communication | `balance.quiet` |
 """
