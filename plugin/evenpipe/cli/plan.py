@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from evenpipe.cli.estimate import (
     framework_named,
     known_names,
     model_and_cluster,
+    notes_of,
     words_of,
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
@@ -85,7 +87,10 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
-    """Return what the options ask of a search, for the framework that they name. Raises UsageError."""
+    """Return what the options ask of a search, for the framework that they name.
+
+    Options without an effect are named on standard error. Raises UsageError, EstimateError for refused ones.
+    """
     named = framework_named(arguments)
     schedules = arguments.schedule or weighed()
     for name in schedules:
@@ -94,6 +99,9 @@ def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
         except ScheduleError as error:
             raise UsageError(f"--schedule {str(error).removeprefix('schedule=')}") from error
     precision, attention = computed_in(arguments, nodes)
+    asked = Run(global_batch=1, precision=precision, attention=attention, **features_of(Values(arguments)))
+    for line in notes_of(arguments, of, replace(asked.of(named), recompute="selective"), searched=True):
+        print(f"evenpipe: {line}", file=sys.stderr)
     return Question(
         of,
         nodes,
@@ -101,7 +109,7 @@ def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
         engine_of(named),
         schedules,
         named,
-        Run(global_batch=1, precision=precision, attention=attention, **features_of(Values(arguments))),
+        asked,
         arguments.bpipe,
         arguments.delayed or bool(arguments.schedule),
         arguments.tensor_parallel,

@@ -15,9 +15,10 @@ from typing import Final
 
 from evenpipe.cli.estimate import show
 from evenpipe.cli.parser import UsageError
-from evenpipe.planner.arguments import FlagError, Pipelined, model_of, run_of
+from evenpipe.planner.arguments import FlagError, Pipelined, Values, model_of, run_of
 from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, framework
 from evenpipe.planner.estimate import Estimator
+from evenpipe.planner.flag_needs import Given, without_effect
 from evenpipe.planner.run import EstimateError
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags
@@ -84,7 +85,10 @@ def _print(
         pipelined = pipelined._replace(schedule="1f1b")
     try:
         of = model_of(args, name, causal="bert" not in name.lower())
-        shown = Estimator(of, nodes, framework("megatron"))(run_of(args, pipelined, layout, _expandable()))
+        asked = run_of(args, pipelined, layout, _expandable())
+        names = {word.removeprefix("--").partition("=")[0] for word in arguments.flags if word.startswith("--")}
+        notes = [*notes, *without_effect(Given(names, Values(args), of, asked))]
+        shown = Estimator(of, nodes, framework("megatron"))(asked)
     except (FlagError, DescriptionError) as error:
         raise UsageError(str(error)) from error
     except EstimateError as error:

@@ -26,11 +26,15 @@ _CHOICES: Final = {
     "fp4-recipe": ("nvfp4",),
     "moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
     "moe-flex-dispatcher-backend": ("deepep", "hybridep"),
-    "cuda-graph-impl": ("none", "local", "transformer_engine"),
+    "cuda-graph-impl": ("none", "local", "transformer_engine", "full_iteration"),
     "exp-avg-dtype": ("fp32", "fp16", "bf16", "fp8"),
     "exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
 }
-_LISTS: Final = {"recompute-modules": get_args(Module), "cuda-graph-scope": get_args(Graph)}
+_LISTS: Final = {
+    "recompute-modules": get_args(Module),
+    "cuda-graph-scope": get_args(Graph),
+    "cuda-graph-modules": get_args(Graph),
+}
 _BYTES: Final = {"fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1, "uint8": 1}
 #: By the bytes of both moments of a parameter, their types.
 _MOMENTS: Final[Mapping[float, tuple[str, str]]] = {
@@ -57,6 +61,7 @@ def features_of(value: Callable[[str, Any], Any]) -> dict[str, Any]:
     """Return fields of Run. ``value``: gives an argument as Megatron's parser or this one has it, or a default."""
     found: dict[str, Any] = {field: bool(value(option.replace("-", "_"), False)) for field, option in _SWITCHES.items()}
     found["quantized"] = _quantized(value)
+    found["quantized_attention"] &= found["quantized"] not in (None, "nvfp4")
     found["dispatcher"] = "alltoall"
     if value("moe_token_dispatcher_type", "alltoall") == "flex":
         found["dispatcher"] = value("moe_flex_dispatcher_backend", "deepep")
@@ -76,11 +81,13 @@ def _quantized(value: Callable[[str, Any], Any]) -> str | None:
 
 
 def _graphs(value: Callable[[str, Any], Any]) -> tuple[str, ...]:
-    """Without a scope whole layers are in graphs; older releases have switches of that."""
+    """Without a scope whole layers are in graphs; older releases have switches of that, newer ones modules."""
     older = value("enable_cuda_graph", False) or value("external_cuda_graph", False)
     if value("cuda_graph_impl", "none") == "none":
         return _LAYER if older else ()
-    scope = value("cuda_graph_scope", ())
+    if value("cuda_graph_impl", "none") == _FULL:
+        return (_FULL,)
+    scope = value("cuda_graph_scope", ()) or value("cuda_graph_modules", ())
     names = [str(getattr(one, "name", one)) for one in ([scope] if isinstance(scope, str) else scope)]
     return tuple(name for name in names if name in get_args(Graph)) if names and "full" not in names else _LAYER
 
