@@ -45,6 +45,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30.5,
     "qwen3-235b-a22b": 235.0,
     "kimi-k2": 1040.0,
+    "moonlight-16b-a3b": 15.96,
     "glm-4.5": 355.0,
     "nemotron-4-340b": 341.0,
     "gpt-oss-120b": 116.8,

@@ -263,8 +263,6 @@ def _experts(value: Values) -> dict[str, Any]:
 
 
 def _latent(value: Values) -> dict[str, int]:
-    if not value("q_lora_rank", 0):
-        raise FlagError("--multi-latent-attention: queries from low ranks only: give --q-lora-rank")
     return {
         "query_rank": value("q_lora_rank", 0),
         "key_value_rank": value("kv_lora_rank", 512),

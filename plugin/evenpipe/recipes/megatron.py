@@ -71,7 +71,7 @@ def _latent(model: Model) -> list[Line]:
     if latent is None:
         return []
     return [
-        [Flag("multi-latent-attention"), Flag("q-lora-rank", latent.query_rank)],
+        [Flag("multi-latent-attention"), latent.query_rank > 0 and Flag("q-lora-rank", latent.query_rank)],
         [Flag("kv-lora-rank", latent.key_value_rank), Flag("v-head-dim", latent.value_dim)],
         [Flag("qk-head-dim", latent.plain_dim), Flag("qk-pos-emb-head-dim", latent.rotary_dim)],
     ]

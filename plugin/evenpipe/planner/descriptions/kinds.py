@@ -170,10 +170,12 @@ class Experts(Values):
 class Latent(Values):
     """Multi-head latent attention (DeepSeek-V2 §2.1): ranks of what queries, and keys and values, are made from.
 
+    query_rank: 0 where queries are made from the hidden state itself (Moonlight, DeepSeek-V2-Lite).
+
     A head's query and key have ``plain_dim`` + ``rotary_dim`` elements, its value ``value_dim``.
     """
 
-    query_rank: int = Field(ge=1)
+    query_rank: int = Field(default=0, ge=0)
     key_value_rank: int = Field(ge=1)
     plain_dim: int = Field(ge=1)
     rotary_dim: int = Field(ge=1)

@@ -112,10 +112,15 @@ def _latent(shard: Shard) -> tuple[list[Operation], Sizes]:
     down = latent.query_rank + latent.key_value_rank + latent.rotary_dim
     of_down = shard.tokens / (t if shard.run.sequence_parallel else 1)
     n = shard.tokens * a * (2 * key + latent.value_dim)
+    if latent.query_rank:
+        queries = shard.linear("qkv.queries", a * key, latent.query_rank)
+    else:  # from the hidden state, as the down-projection, which keeps it for both unless each quantizes its own
+        queries = _behind_norm(shard, "qkv.queries", a * key)
+        queries = queries if shard.run.quantization else replace(queries, saved_bytes=0, source=None)
     return [
         _behind_norm(shard, "qkv.down", down, None, tokens=of_down),
         shard.norm("qkv.norm", of_down * down, down),
-        replace(shard.linear("qkv.queries", a * key, latent.query_rank), module=up),
+        replace(queries, module=up),
         replace(
             shard.linear("qkv.keys_values", a * (latent.plain_dim + latent.value_dim), latent.key_value_rank), module=up
         ),
