@@ -15,7 +15,7 @@ from evenpipe.planner.descriptions import cluster, framework, model
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.features import add_features, features_of, flags_of
 from evenpipe.planner.quantized import Quantized
-from evenpipe.planner.run import Dispatcher, EstimateError, Graph, Module, Run
+from evenpipe.planner.run import Dispatcher, EstimateError, Graph, Module, Optimizer, Run
 
 DENSE = Run(64, tensor=4, stages=4, data=4, chunks=5, gradients_in_fp32=False)
 EXPERTS = Run(256, data=16, expert=16, expert_tensor=1, gradients_in_fp32=False)
@@ -40,6 +40,8 @@ def experts(where: str = "2x8-h100", **changed: Any) -> Estimate:
             "fused_experts": st.booleans(),
             "dispatcher": st.sampled_from(get_args(Dispatcher)),
             "graphs": st.lists(st.sampled_from(get_args(Graph)), unique=True).map(tuple),
+            "optimizer": st.sampled_from(get_args(Optimizer)),
+            "optimizer_offload": st.sampled_from([0.0, 0.5, 1.0]),
             "moment_bytes": st.sampled_from([1, 1.5, 2, 2.5, 3, 4]),
             "recomputed_modules": st.lists(st.sampled_from(get_args(Module)), unique=True, min_size=1).map(tuple),
         }
@@ -48,6 +50,8 @@ def experts(where: str = "2x8-h100", **changed: Any) -> Estimate:
 def test_flags_say_what_they_are_made_of(features: dict[str, Any]) -> None:
     """By this parser of a few flags, and by a command's options, whose absent ones are None."""
     features["quantized_attention"] &= features["quantized"] not in (None, "nvfp4")  # else Megatron ignores it
+    if features["optimizer_offload"]:
+        features |= {"optimizer": "adam", "moment_bytes": 4}
     words = [word for flag in flags_of(Run(1, recompute="selective", **features)) for word in flag]
     read, unknown = parse_flags(words)
     assert not unknown
@@ -137,3 +141,33 @@ def test_attention_with_a_window_computes_less() -> None:
         for one in (of, of.model_copy(update={"window": 512}))
     ]
     assert times[1] < times[0]
+
+
+def test_an_optimizer_on_the_host_leaves_its_share_of_the_gpu_and_takes_longer() -> None:
+    here, half, there = (dense(optimizer_offload=share) for share in (0.0, 0.5, 1.0))
+    assert half.stages[1].bytes.optimizer == pytest.approx(here.stages[1].bytes.optimizer / 2, abs=2)
+    assert there.stages[1].bytes.optimizer == 0
+    assert here.iteration_ms < half.iteration_ms < there.iteration_ms
+    # 70 billion parameters on 64 GPUs, of which the fullest stage's are stepped by eight of a node at once: 28 bytes
+    # of each in the host's memory, at the pace of ZeRO-Offload's Table 4.
+    own = here.stages[0].bytes.optimizer / 12
+    assert there.iteration_ms - here.iteration_ms == pytest.approx(own * (8 * 2.57e-7 + 6 / 63e6 / 0.83), rel=0.1)
+
+
+def test_muon_has_one_moment_of_matrices_and_orthogonalizes_them() -> None:
+    adam, muon = (dense(optimizer=name, overlap_gradients=False, overlap_parameters=False) for name in ("adam", "muon"))
+    assert muon.stages[1].bytes.optimizer == pytest.approx(adam.stages[1].bytes.optimizer * 8 / 12, rel=0.001)
+    assert muon.stages[0].bytes.optimizer > adam.stages[0].bytes.optimizer * 8 / 12  # its embedding has Adam
+    alone = dense(optimizer="muon", sharded_optimizer=False, overlap_gradients=False, overlap_parameters=False)
+    assert alone.stages[1].bytes.optimizer == pytest.approx(4 * muon.stages[1].bytes.optimizer, rel=0.001)
+    # The products of a GPU's matrices: five steps of 4 m²n + 2 m³ operations, at less than the data sheet's rate.
+    m, f, layers = 8192, 28672, 20
+    sides = [(2560, m), (2048, m), (m, 2 * f // 4), (f // 4, m)]
+    flops = layers * sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in sides)
+    shown = alone.iteration_ms - dense(optimizer="sgd", sharded_optimizer=False, overlap_gradients=False).iteration_ms
+    assert 1 < shown / (flops / 989.5e9) < 2.5
+
+
+def test_a_share_that_is_none_is_refused() -> None:
+    with pytest.raises(EstimateError, match="optimizer_offload_fraction=2: give a share from 0 to 1"):
+        dense(optimizer_offload=2)

@@ -19,6 +19,7 @@ BASE: Final = (
 EXPERTS: Final = "--num-experts 8"
 LATENT: Final = "--multi-latent-attention --q-lora-rank 32"
 SELECTIVE: Final = "--recompute-granularity selective"
+OFFLOAD: Final = "--use-precision-aware-optimizer --optimizer-cpu-offload"
 OVERLAP: Final = f"{EXPERTS} --overlap-moe-expert-parallel-comm"
 #: By option and what it needs: flags that lack it, and what to add to them.
 CASES: Final = {
@@ -78,6 +79,24 @@ CASES: Final = {
         "--exp-avg-sq-dtype bf16",
         "--use-precision-aware-optimizer",
     ),
+    ("optimizer-cpu-offload", "with --use-precision-aware-optimizer"): (
+        "--optimizer-cpu-offload",
+        "--use-precision-aware-optimizer",
+    ),
+    **{
+        (option, "with --optimizer-cpu-offload"): (f"--{option} {value}".strip(), OFFLOAD)
+        for option, value in {"optimizer-offload-fraction": "0.5", "overlap-cpu-optimizer-d2h-h2d": ""}.items()
+    },
+    **{
+        (f"muon-{option}", "with --optimizer muon"): (f"--muon-{option} {value}", "--optimizer muon")
+        for option, value in {
+            "momentum": "0.9",
+            "num-ns-steps": "4",
+            "tp-mode": "blockwise",
+            "scale-mode": "spectral",
+            "fp32-matmul-prec": "high",
+        }.items()
+    },
     ("num-query-groups", "with --group-query-attention"): ("--num-query-groups 2", "--group-query-attention"),
     ("window-attn-skip-freq", "with --window-size"): ("--window-attn-skip-freq 2", "--window-size 16,0"),
     ("q-lora-rank", "with --multi-latent-attention"): ("--q-lora-rank 32", "--multi-latent-attention"),
@@ -104,21 +123,39 @@ CASES: Final = {
         }.items()
     },
 }
-#: Those whose lack is not made good by further flags: what takes their place, as (lacking, having).
+#: Those that lack something by flags that are there: what has it instead.
 OTHERS: Final = {
-    "fp8-format": ("--fp8-format hybrid --fp4-format e2m1", "--fp8-format hybrid"),
-    "use-precision-aware-optimizer": (None, "--use-precision-aware-optimizer"),
-    "expert-tensor-parallel": (None, None),  # the command's name of --expert-tensor-parallel-size, tried below
+    ("fp8-format", "without --fp4-format"): ("--fp8-format hybrid --fp4-format e2m1", "--fp8-format hybrid"),
+    ("use-precision-aware-optimizer", "with the distributed optimizer"): (
+        "--use-precision-aware-optimizer --unsharded",
+        "--use-precision-aware-optimizer",
+    ),
+    ("use-precision-aware-optimizer", "with --optimizer adam"): (
+        "--use-precision-aware-optimizer --optimizer sgd",
+        "--use-precision-aware-optimizer",
+    ),
+    **{
+        (option, "without --optimizer-cpu-offload"): (
+            f"--{option} bf16 {OFFLOAD}",
+            f"--{option} bf16 --use-precision-aware-optimizer",
+        )
+        for option in ("exp-avg-dtype", "exp-avg-sq-dtype")
+    },
+    # The command's name of --expert-tensor-parallel-size, which only it has.
+    ("expert-tensor-parallel", "in a model with experts"): (
+        "--expert-tensor-parallel",
+        f"--expert-tensor-parallel {EXPERTS}",
+    ),
 }
 
 
-def lines(words: str, need: Need, sharded: bool = True) -> list[str]:
+def lines(words: str, need: Need) -> list[str]:
     """Return what is told of this need; refusals too."""
     flags = f"{BASE} {words}".split()
     virtual = 2 if "--virtual-stages" in flags else None
     args, _ = parse_flags([word for word in flags if word != "--virtual-stages"])
     args.virtual_pipeline_model_parallel_size = virtual
-    args.use_distributed_optimizer = sharded
+    args.use_distributed_optimizer = "--unsharded" not in flags
     of, run = model_of(args, "own"), run_of(args, Pipelined())
     names = {word.removeprefix("--") for word in flags if word.startswith("--")}
     try:
@@ -130,16 +167,10 @@ def lines(words: str, need: Need, sharded: bool = True) -> list[str]:
 
 @pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.option} {need.when}")
 def test_an_option_without_what_it_needs_is_told(need: Need) -> None:
-    lacking, adding = CASES.get((need.option, need.when)) or OTHERS[need.option]
-    if need.option in OTHERS:
-        if need.option == "use-precision-aware-optimizer":
-            assert lines(f"--{need.option}", need, sharded=False) == [need.line]
-        elif lacking:
-            assert lines(lacking, need) == [need.line]
-        assert adding is None or not lines(adding, need)
-        return
+    key = need.option, need.when
+    lacking, having = OTHERS[key] if key in OTHERS else (CASES[key][0], " ".join(CASES[key]))
     assert lines(lacking, need) == [need.line]
-    assert not lines(f"{lacking} {adding}", need)
+    assert not lines(having, need)
 
 
 def test_a_search_chooses_sizes_itself() -> None:

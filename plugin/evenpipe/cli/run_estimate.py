@@ -41,7 +41,7 @@ _MEGATRON: Final = {
     "--schedule": "--evenpipe-schedule",
 }
 _FLAG: Final = re.compile("|".join(rf"{re.escape(ours)}(?![\w-])" for ours in _MEGATRON))
-_UNREAD: Final = (*("cpu_offloading", "optimizer_cpu_offload", "use_megatron_fsdp", "use_torch_fsdp2"),)
+_UNREAD: Final = (*("cpu_offloading", "overlap_cpu_optimizer_d2h_h2d", "use_megatron_fsdp", "use_torch_fsdp2"),)
 _SIZES: Final = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
 
 
@@ -105,8 +105,10 @@ def _expandable() -> bool:
 def _unread(args: Namespace) -> list[str]:
     """Flags that change time or memory in ways that the planner does not know."""
     found = [f"--{name.replace('_', '-')}" for name in _UNREAD if getattr(args, name, None)]
-    if getattr(args, "optimizer", "adam") != "adam":
+    if getattr(args, "optimizer", "adam") not in ("adam", "sgd", "muon", "dist_muon"):
         found.append(f"--optimizer {args.optimizer}")
+    if getattr(args, "muon_num_ns_steps", 5) != 5:
+        found.append(f"--muon-num-ns-steps {args.muon_num_ns_steps}")
     if getattr(args, "fp8_recipe", None) == "custom":
         found.append("--fp8-recipe custom")
     return found

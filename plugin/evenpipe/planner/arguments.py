@@ -321,7 +321,11 @@ def run_of(
         precision=precision,
         attention=_attention(value),
         sequence_parallel=bool(value("sequence_parallel", False)),
-        sharded_optimizer=bool(value("use_distributed_optimizer", False)),
+        sharded_optimizer=bool(
+            value("use_distributed_optimizer", False)
+            or value("use_layer_wise_distributed_optimizer", False)
+            or value("optimizer", "adam") == "dist_muon"
+        ),
         gradients_in_fp32=bool(in_fp32),
         overlap_collectives=bool(value("async_tensor_model_parallel_allreduce", True)),
         overlap_gradients=bool(value("overlap_grad_reduce", False)),

@@ -20,6 +20,7 @@ from evenpipe.planner.iteration import (
     simulated,
 )
 from evenpipe.planner.kernels import FITTED, Calibration, Kernels
+from evenpipe.planner.muon import orthogonalized
 from evenpipe.planner.operations.operation import summed
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import EstimateError, Run
@@ -173,8 +174,14 @@ class Estimator:
         held = stage_bytes(
             chunks, found.saved_bytes, places, found.weight_versions, run, message_bytes, self.cluster.device
         )
-        end = max(self._end(stage, run, chunks, places, kernels, own[stage]) for stage in range(places.stages))
-        iteration_ms = found.makespan_ms + end * _MS
+        where = positions_of(places).at
+        ends = [self._end(stage, run, chunks, places, kernels, own[stage]) for stage in range(places.stages)]
+        if run.optimizer == "muon":
+            ends = [
+                end + orthogonalized([parts[n] for n in at], blocks, run, kernels)
+                for end, at in zip(ends, where, strict=True)
+            ]
+        iteration_ms = found.makespan_ms + max(ends) * _MS
         stages = tuple(
             StageEstimate(nbytes, *ms, sum(wire)) for nbytes, ms, wire in zip(held, own, evictions, strict=True)
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations_with_replacement
 from typing import Any, Final, get_args
 
-from evenpipe.planner.run import Graph, Module, Run
+from evenpipe.planner.run import Graph, Module, Optimizer, Run
 
 __all__ = ["add_features", "features_of", "flags_of"]
 
@@ -29,6 +29,7 @@ _CHOICES: Final = {
     "cuda-graph-impl": ("none", "local", "transformer_engine", "full_iteration"),
     "exp-avg-dtype": ("fp32", "fp16", "bf16", "fp8"),
     "exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "optimizer": ("adam", "sgd", "muon", "dist_muon"),
 }
 _LISTS: Final = {
     "recompute-modules": get_args(Module),
@@ -42,6 +43,7 @@ _MOMENTS: Final[Mapping[float, tuple[str, str]]] = {
     for pair in combinations_with_replacement({"fp8": 1, "bf16": 2, "fp32": 4}.items(), 2)
 }
 _FULL: Final = "full_iteration"
+_OFFLOAD: Final = "optimizer-cpu-offload"
 _NARROW_MOMENTS: Final = "use-precision-aware-optimizer"  # which Megatron wants beside the types of moments
 #: What a graph of whole layers has in it.
 _LAYER: Final[tuple[Graph, ...]] = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
@@ -49,12 +51,13 @@ _LAYER: Final[tuple[Graph, ...]] = ("attn", "mlp", "moe", "moe_router", "moe_pre
 
 def add_features(group: ArgumentParser | _ArgumentGroup) -> None:
     """Add them as options; those that are not given are None, or no attributes where the parser suppresses these."""
-    for option in (*_SWITCHES.values(), _NARROW_MOMENTS):
+    for option in (*_SWITCHES.values(), _NARROW_MOMENTS, _OFFLOAD):
         group.add_argument(f"--{option}", action="store_const", const=True)
     for option, choices in _CHOICES.items():
         group.add_argument(f"--{option}", choices=choices)
     for option, choices in _LISTS.items():
         group.add_argument(f"--{option}", nargs="+", choices=choices, metavar="NAME", help=" | ".join(choices))
+    group.add_argument("--optimizer-offload-fraction", type=float, metavar="F", help="of parameters (default: all)")
 
 
 def features_of(value: Callable[[str, Any], Any]) -> dict[str, Any]:
@@ -68,6 +71,13 @@ def features_of(value: Callable[[str, Any], Any]) -> dict[str, Any]:
     found["graphs"] = _graphs(value)
     moments = [str(value(f"{name}_dtype", "")).removeprefix("torch.") for name in ("exp_avg", "exp_avg_sq")]
     found["moment_bytes"] = sum(_BYTES.get(name, 4) for name in moments) / len(moments)
+    optimizer = str(value("optimizer", "adam")).removeprefix("dist_")
+    if optimizer in get_args(Optimizer):
+        found["optimizer"] = optimizer
+    found["optimizer_offload"] = 0.0
+    if value("optimizer_cpu_offload", False):
+        # `HybridDeviceOptimizer` hands no types of moments to the optimizers within it.
+        found |= {"optimizer_offload": value("optimizer_offload_fraction", 1.0), "moment_bytes": 4}
     modules = tuple(name for name in value("recompute_modules", None) or () if name in get_args(Module))
     return found | ({"recomputed_modules": modules} if modules else {})
 
@@ -112,7 +122,13 @@ def _asked(run: Run) -> Iterable[tuple[str, tuple[Any, ...]]]:
     if run.graphs:
         yield "cuda-graph-impl", ("local" if _FULL in run.graphs else "transformer_engine",)
         yield "cuda-graph-scope", run.graphs
-    if run.moment_bytes < 4:
+    if run.optimizer != "adam":
+        yield "optimizer", ("dist_" * (run.optimizer == "muon" and run.sharded_optimizer is not False) + run.optimizer,)
+    if run.optimizer_offload:
+        yield _NARROW_MOMENTS, ()
+        yield _OFFLOAD, ()
+        yield "optimizer-offload-fraction", (f"{run.optimizer_offload:g}",)
+    elif run.moment_bytes < 4:
         yield _NARROW_MOMENTS, ()
         first, second = _MOMENTS[2 * run.moment_bytes]
         yield "exp-avg-dtype", (first,)

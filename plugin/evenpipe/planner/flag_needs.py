@@ -61,6 +61,10 @@ def _modules(given: Given) -> Collection[str]:
     return given.run.recomputed_modules if given.run.recompute == "selective" else ()
 
 
+def _on_host(given: Given) -> bool:
+    return given.run.optimizer_offload > 0
+
+
 def _narrow_moments(given: Given) -> bool:
     return given.run.moment_bytes == 4 or bool(given.value("use_precision_aware_optimizer", False))
 
@@ -165,6 +169,23 @@ NEEDS: Final = (
         "with the distributed optimizer",
         _REFUSED,
         lambda given: given.run.sharded_optimizer is not False,
+    ),
+    Need(
+        "use-precision-aware-optimizer", "with --optimizer adam", _REFUSED, lambda given: given.run.optimizer == "adam"
+    ),
+    Need(
+        "optimizer-cpu-offload",
+        _MOMENTS,
+        _REFUSED,
+        lambda given: bool(given.value("use_precision_aware_optimizer", False)),
+    ),
+    Need("optimizer-offload-fraction", "with --optimizer-cpu-offload", _IGNORED, _on_host),
+    Need("overlap-cpu-optimizer-d2h-h2d", "with --optimizer-cpu-offload", _IGNORED, _on_host),
+    Need("exp-avg-dtype", "without --optimizer-cpu-offload", _IGNORED, lambda given: not _on_host(given)),
+    Need("exp-avg-sq-dtype", "without --optimizer-cpu-offload", _IGNORED, lambda given: not _on_host(given)),
+    *(
+        Need(option, "with --optimizer muon", _IGNORED, lambda given: given.run.optimizer == "muon")
+        for option in ("muon-momentum", "muon-num-ns-steps", "muon-tp-mode", "muon-scale-mode", "muon-fp32-matmul-prec")
     ),
     Need(
         "num-query-groups",

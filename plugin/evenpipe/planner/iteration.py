@@ -194,20 +194,22 @@ def batch_end(
             continue
         ring = (size - 1) / size
         reduced += kernels.links.reduction(ring * count * gradient, experts)
-        # An all-reduce is a reduce-scatter and a gathering; ZeRO-1 gathers parameters instead of gradients.
-        if not run.sharded_optimizer:
+        # An all-reduce is a reduce-scatter and a gathering; ZeRO-1 gathers parameters instead of gradients, and Muon
+        # beside them, since it shares out whole matrices.
+        if not run.sharded_optimizer or run.optimizer == "muon":
             reduced += kernels.links.reduction(ring * count * gradient, experts)
-        elif narrow is None:
+        if run.sharded_optimizer and narrow is None:
             gathered += kernels.links.reduction(ring * count * run.element_bytes, experts)
-        elif narrow.in_the_open:
+        elif run.sharded_optimizer and narrow is not None and narrow.in_the_open:
             stepped += kernels.links.reduction(ring * count * run.element_bytes, experts)
             stepped += kernels.moved(narrow.cast_bytes * quantized)
-        else:
+        elif run.sharded_optimizer and narrow is not None:
             whole = run.element_bytes * (count - quantized) + (narrow.gathered_bytes or 0) * quantized
             gathered += kernels.links.reduction(ring * whole, experts)
-        stepped += kernels.moved(
-            (_STEP_BYTES + _OF_MOMENTS * run.moment_bytes) * count / (size if run.sharded_optimizer else 1)
-        )
+        own = count / (size if run.sharded_optimizer else 1)
+        on_host = run.optimizer_offload * own
+        stepped += kernels.moved((_STEP_BYTES + _OF_MOMENTS * run.moment_bytes) * (own - on_host))
+        stepped += kernels.stepped_on_host(on_host)
     if run.overlap_gradients:
         reduced = max(0.0, reduced - backward)
     if run.overlap_parameters:

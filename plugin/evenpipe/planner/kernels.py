@@ -177,6 +177,9 @@ _HEAD: Final = 128  # width of heads for which a device's attention is given
 _GRAPH_LAUNCH: Final = 1.5e-6  # s from kernel to kernel in a graph
 _OF_COLLECTIVE: Final = 2  # kernels that the host starts for one
 _OF_DISPATCH: Final = 3
+#: Seconds that a node's processors take for a parameter: ZeRO-Offload (Ren et al. 2021) Table 4, CPU-Adam on a DGX-2:
+#: 10 billion parameters in 2.57 s. Newer hosts are faster.
+_HOST_STEP: Final = 2.57e-10
 
 #: Tiles that a matrix product is cut into, and what each reaches of the best (CUTLASS's shapes for tensor cores).
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.65))
@@ -198,6 +201,7 @@ class Kernels:
         self._hidden = calibration.buffered if run.user_buffers else calibration.hidden
         self._attention = calibration.narrow_attention if run.quantized_attention else 1.0
         self._attention *= calibration.around if run.context > 1 else 1.0
+        self._host = 1 / (device.host_gbps * 1e9 * calibration.copy), _HOST_STEP * cluster.gpus_per_node
         self._product = cache(self._gemm)
 
     def seconds(self, works: Iterable[Work]) -> float:
@@ -207,6 +211,13 @@ class Kernels:
     def moved(self, nbytes: float) -> float:
         """Element-wise kernels that read and write so many bytes."""
         return nbytes / self._bytes
+
+    def stepped_on_host(self, parameters: float) -> float:
+        """Return the seconds of a step on the host: fp32 gradients go there, and half-precision weights come back.
+
+        All GPUs of a node share its processors and memory.
+        """
+        return parameters * (6 * self._host[0] + self._host[1])
 
     def _of(self, work: Work) -> float:
         match work:

@@ -18,6 +18,7 @@ __all__ = [
     "EstimateError",
     "Graph",
     "Module",
+    "Optimizer",
     "Placement",
     "Recompute",
     "Run",
@@ -36,6 +37,7 @@ Module = Literal["core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "moe
 #: What is in CUDA graphs (``--cuda-graph-scope``).
 Graph = Literal["full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess"]
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
+Optimizer = Literal["adam", "sgd", "muon"]
 #: Iterations of 2BW for the loss that one iteration with a flush reaches. PipeDream-2BW §5.1, GPT on Wikitext-103: test
 #: perplexities "match exactly when Vanilla is run for 20% fewer iterations"; `benchmarks/convergence.py` has 20, 27.
 ITERATIONS_WITH_LATE_GRADIENTS: Final = 1 / 0.8
@@ -63,6 +65,9 @@ class Run:
     "full", so many of each part's layers are carried out again, and the others keep all; all are, if left out.
     further_part: the part of the pipeline that predicts further tokens; the last, if left out. fused_softmax: unfused
     attention has Megatron's fused softmax, where the shape allows.
+    optimizer: "muon" for matrices, beside Adam for all else; ``sharded_optimizer`` shares out its matrices whole, as
+    Megatron's layer-wise distributed optimizer does. optimizer_offload: the share of parameters that the host steps,
+    which has their fp32 weights and moments (``--optimizer-cpu-offload``, DeepSpeed's ``offload_optimizer``).
     """
 
     global_batch: int
@@ -108,6 +113,8 @@ class Run:
     recomputed_layers: int | None = None
     further_part: int | None = None
     fused_softmax: bool = True
+    optimizer: Optimizer = "adam"
+    optimizer_offload: float = 0.0
 
     def of(self, framework: Framework) -> Run:
         """Return the same with ``framework``'s defaults, where nothing is said."""
@@ -115,11 +122,16 @@ class Run:
         filled = replace(self, **framework.model_dump(include=unsaid))
         # Without a flush the newest weights are not those that the next forward runs on: nothing is gathered beside it.
         gathers = filled.overlap_parameters and not (self.delayed and "overlap_parameters" in unsaid)
+        # Muon's first releases reduce and gather beside nothing (`validate_args` of Megatron-LM 0.16).
+        still = self.optimizer == "muon"
+        gathers = gathers and not (still and "overlap_parameters" in unsaid)
+        reduces = filled.overlap_gradients and not (still and "overlap_gradients" in unsaid)
         # Flash attention computes half precision only.
         attention = "unfused" if filled.precision == "fp32" and "attention" in unsaid else filled.attention
         return replace(
             filled,
             attention=attention,
+            overlap_gradients=reduces,
             overlap_parameters=gathers,
             sequence_parallel=bool(filled.sequence_parallel) and self.tensor > 1,
             gradients_in_fp32=filled.gradients_in_fp32 or filled.precision == "fp32",
@@ -238,6 +250,10 @@ class Run:
         if self.recompute not in get_args(Recompute):
             raise EstimateError(f"recompute={self.recompute}: choose one of {', '.join(get_args(Recompute))}")
         self.check_precision(cluster.device)
+        if self.optimizer == "muon" and self.precision == "fp16":
+            raise EstimateError("optimizer=muon: goes with bf16 or fp32, not fp16, in Megatron: choose bf16")
+        if not 0 <= self.optimizer_offload <= 1:
+            raise EstimateError(f"optimizer_offload_fraction={self.optimizer_offload:g}: give a share from 0 to 1")
         self._fills(cluster)
         heads = ("heads", model.heads) if model.latent else ("key_value_heads", model.key_value_heads)
         self._divides("tensor_parallel", self.tensor, heads[1], f"{model.name}'s {heads[0]}")

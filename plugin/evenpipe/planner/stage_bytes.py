@@ -49,9 +49,15 @@ def states(parameters: Parameters, run: Run, versions: int = 1, transposing: boo
     fp32 for the step, each rank its part. fp32: 4, 4 and 8 bytes. ``versions``: of the weights (PipeDream-2BW §3.1: at
     most two); with two, what a rank's own optimizer steps with of the batch before is held while gradients of the next
     accumulate. Quantized weights are kept beside the others, or instead of them; twice on devices ``transposing``.
+    Muon and SGD have one moment, in fp32; Muon for matrices only, beside Adam for all else (``TensorParallelMuon``).
+    What the host steps has its fp32 weights and moments there.
     """
     shards = (run.replicas, run.expert_replicas) if run.sharded_optimizer else (1, 1)
-    of_state = (0 if run.precision == "fp32" else 4) + 2 * run.moment_bytes
+    copy = 0 if run.precision == "fp32" else 4
+    adams, one = copy + 2 * run.moment_bytes, copy + 4
+    of_matrix, of_other = {"adam": (adams, adams), "muon": (one, adams), "sgd": (one, one)}[run.optimizer]
+    shared = of_matrix * parameters.narrow + of_other * (parameters.shared - parameters.narrow)
+    held = shared / shards[0] + of_matrix * parameters.expert / shards[1]
     owned = parameters.shared / shards[0] + parameters.expert / shards[1]
     gradient = 4 if run.gradients_in_fp32 else 2
     weights = run.element_bytes * parameters.all
@@ -62,7 +68,7 @@ def states(parameters: Parameters, run: Run, versions: int = 1, transposing: boo
     return States(
         weights=versions * weights,
         gradients=gradient * (parameters.all + (versions - 1) * owned),
-        optimizer=of_state * owned,
+        optimizer=(1 - run.optimizer_offload) * held,
         step=0 if run.gradients_in_fp32 else stepped * owned,
     )
 

@@ -71,7 +71,7 @@ def _latent(model: Model) -> list[Line]:
     if latent is None:
         return []
     return [
-        [Flag("multi-latent-attention"), latent.query_rank > 0 and Flag("q-lora-rank", latent.query_rank)],
+        [Flag("multi-latent-attention"), *([Flag("q-lora-rank", latent.query_rank)] * (latent.query_rank > 0))],
         [Flag("kv-lora-rank", latent.key_value_rank), Flag("v-head-dim", latent.value_dim)],
         [Flag("qk-head-dim", latent.plain_dim), Flag("qk-pos-emb-head-dim", latent.rotary_dim)],
     ]
@@ -129,7 +129,8 @@ def _parallel(model: Model, run: Run) -> tuple[Line, ...]:
                 and Flag("expert-tensor-parallel-size", run.expert_tensor)
             ],
             [Flag("micro-batch-size", run.micro_batch), Flag("global-batch-size", run.global_batch)],
-            [run.sharded_optimizer and Flag("use-distributed-optimizer")],
+            # `--optimizer dist_muon` shares out its states itself.
+            [run.sharded_optimizer and run.optimizer != "muon" and Flag("use-distributed-optimizer")],
             [
                 run.overlap_gradients and Flag("overlap-grad-reduce"),
                 run.overlap_gradients
