@@ -15,7 +15,7 @@ from evenpipe.planner.descriptions import cluster, framework, model
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.features import add_features, features_of, flags_of
 from evenpipe.planner.quantized import Quantized
-from evenpipe.planner.run import Dispatcher, EstimateError, Graph, Module, Optimizer, Run
+from evenpipe.planner.run import Dispatcher, EstimateError, Graph, Module, OffloadModule, Optimizer, Run, Sharding
 
 DENSE = Run(64, tensor=4, stages=4, data=4, chunks=5, gradients_in_fp32=False)
 EXPERTS = Run(256, data=16, expert=16, expert_tensor=1, gradients_in_fp32=False)
@@ -42,6 +42,10 @@ def experts(where: str = "2x8-h100", **changed: Any) -> Estimate:
             "graphs": st.lists(st.sampled_from(get_args(Graph)), unique=True).map(tuple),
             "optimizer": st.sampled_from(get_args(Optimizer)),
             "optimizer_offload": st.sampled_from([0.0, 0.5, 1.0]),
+            "sharding": st.sampled_from([None, *get_args(Sharding)]),
+            "offload_modules": st.lists(st.sampled_from(get_args(OffloadModule)), unique=True, min_size=1).map(tuple),
+            "offload_fraction": st.sampled_from([0.25, 1.0]),
+            "offload_delta_bytes": st.sampled_from([0, 4096]),
             "moment_bytes": st.sampled_from([1, 1.5, 2, 2.5, 3, 4]),
             "recomputed_modules": st.lists(st.sampled_from(get_args(Module)), unique=True, min_size=1).map(tuple),
         }
@@ -171,3 +175,54 @@ def test_muon_has_one_moment_of_matrices_and_orthogonalizes_them() -> None:
 def test_a_share_that_is_none_is_refused() -> None:
     with pytest.raises(EstimateError, match="optimizer_offload_fraction=2: give a share from 0 to 1"):
         dense(optimizer_offload=2)
+
+
+def test_fully_sharded_replicas_divide_what_they_say() -> None:
+    """A middle stage of 17.1e9 / 4 parameters a GPU, four replicas."""
+    ours = {name: dense(sharding=name).stages[1].bytes for name in get_args(Sharding)}
+    none, one, two, three = ours.values()
+    assert one.optimizer == pytest.approx(none.optimizer / 4)
+    assert two.gradients == pytest.approx(one.gradients / 4)
+    assert three.weights == pytest.approx(two.weights / 4)
+    assert (one.weights, two.weights, one.gradients) == (none.weights, none.weights, none.gradients)
+    # Gradients of 10^9 parameters are whole for a while, and weights of half as many and a layer.
+    assert two.buffers - one.buffers == pytest.approx(1.08 * 2e9, rel=0.001)
+    assert three.buffers - two.buffers == pytest.approx(1.08 * 2 * (0.5e9 + 856e6 / 4), rel=0.01)
+
+
+def test_zero_3_gathers_for_every_micro_batch() -> None:
+    slow = "8x8-a100-80gb-25gbit"  # a link on which nothing is hidden
+    wide = {"chunks": 1, "tensor": 8, "data": 2}
+    two, three = (dense(slow, sharding=name, **wide) for name in ("optim_grads", "optim_grads_params"))
+    assert three.iteration_ms > 1.2 * two.iteration_ms
+    near = [dense("1x64-gb200", sharding=name).iteration_ms for name in ("optim", "optim_grads_params")]
+    assert near[1] == pytest.approx(near[0], rel=0.05), "on NVLink all of it is beside compute"
+
+
+def test_activations_on_the_host_are_not_on_the_gpu() -> None:
+    modules: Any = ("attn_norm", "core_attn", "attn_proj", "mlp_norm")
+    here, away = dense(), dense(offload_modules=modules)
+    some = dense(offload_modules=modules, offload_fraction=0.5)
+    saved = [one.stages[0].bytes.activations for one in (here, some, away)]
+    assert saved[0] - saved[1] == pytest.approx(saved[1] - saved[2], rel=0.001)
+    # Of a layer, a token keeps on four GPUs: two norms' inputs, queries with keys and values, and the projection's.
+    each = 2 * 8192 * (2 * 8192 + 10240 + 8192) / 4
+    units = here.run.stages * 2 - 2 + (here.run.chunks - 1) * here.run.stages + 1
+    assert saved[0] - saved[2] == pytest.approx(units * 4 * each, rel=0.01)
+    assert away.iteration_ms >= here.iteration_ms
+
+
+def test_a_later_stage_may_keep_more_of_what_others_offload() -> None:
+    modules: Any = ("attn_norm", "mlp_norm")
+    even, uneven = (
+        [one.bytes.activations for one in dense(offload_modules=modules, offload_delta_bytes=size).stages]
+        for size in (0, 10**8)
+    )
+    assert [b - a for a, b in zip(even, uneven, strict=True)] == [0, 10**8, 2 * 10**8, 3 * 10**8]
+
+
+def test_what_only_megatron_s_own_schedules_run_with_is_refused_with_others() -> None:
+    with pytest.raises(EstimateError, match="sharding: goes with Megatron's own schedules only, not BPipe"):
+        dense(sharding="optim", bpipe=True, chunks=1)
+    with pytest.raises(EstimateError, match="offload_modules: attn_proj's input is what core_attn gives"):
+        dense(offload_modules=("attn_proj",))

@@ -20,6 +20,7 @@ EXPERTS: Final = "--num-experts 8"
 LATENT: Final = "--multi-latent-attention --q-lora-rank 32"
 SELECTIVE: Final = "--recompute-granularity selective"
 OFFLOAD: Final = "--use-precision-aware-optimizer --optimizer-cpu-offload"
+AWAY: Final = "fine-grained-activation-offloading"
 OVERLAP: Final = f"{EXPERTS} --overlap-moe-expert-parallel-comm"
 #: By option and what it needs: flags that lack it, and what to add to them.
 CASES: Final = {
@@ -86,6 +87,20 @@ CASES: Final = {
     **{
         (option, "with --optimizer-cpu-offload"): (f"--{option} {value}".strip(), OFFLOAD)
         for option, value in {"optimizer-offload-fraction": "0.5", "overlap-cpu-optimizer-d2h-h2d": ""}.items()
+    },
+    ("data-parallel-sharding-strategy", "with --use-megatron-fsdp"): (
+        "--data-parallel-sharding-strategy optim_grads_params",
+        "--use-megatron-fsdp",
+    ),
+    ("fine-grained-activation-offloading", "with --offload-modules"): (f"--{AWAY}", "--offload-modules attn_norm"),
+    **{
+        (option, f"with --{AWAY}"): (f"--{option} {value}", f"--{AWAY} --offload-modules attn_norm")
+        for option, value in {
+            "offload-modules": "attn_norm",
+            "activation-offload-fraction": "0.5",
+            "delta-offload-bytes-across-pp-ranks": "1",
+            "min-offloaded-tensor-size": "1",
+        }.items()
     },
     **{
         (f"muon-{option}", "with --optimizer muon"): (f"--muon-{option} {value}", "--optimizer muon")
@@ -210,3 +225,15 @@ def test_namespaces_without_values_are_read() -> None:
     args, _ = parse_flags(BASE.split())
     given = Given({"num-query-groups"}, Values(Namespace()), model_of(args, "own"), run_of(args, Pipelined()))
     assert len(without_effect(given)) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--use-megatron-fsdp", "--fine-grained-activation-offloading --offload-modules attn_norm"],
+)
+def test_what_no_schedule_of_a_plan_runs_with_is_not_planned(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *WHERE, *words.split()])
+    assert f"{words.split()[0]}: EvenPipe's schedules run without it" in capsys.readouterr().err
+    main(["estimate", *WHERE, *words.split()])
+    assert "error unknown" in capsys.readouterr().out

@@ -100,6 +100,12 @@ def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
             raise UsageError(f"--schedule {str(error).removeprefix('schedule=')}") from error
     precision, attention = computed_in(arguments, nodes)
     asked = Run(global_batch=1, precision=precision, attention=attention, **features_of(Values(arguments)))
+    for name, flag in (
+        ("sharding", "--use-megatron-fsdp"),
+        ("offload_modules", "--fine-grained-activation-offloading"),
+    ):
+        if getattr(asked, name):
+            raise UsageError(f"{flag}: EvenPipe's schedules run without it: leave it out, or ask evenpipe estimate")
     for line in notes_of(arguments, of, replace(asked.of(named), recompute="selective"), searched=True):
         print(f"evenpipe: {line}", file=sys.stderr)
     return Question(

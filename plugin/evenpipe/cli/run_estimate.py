@@ -41,7 +41,7 @@ _MEGATRON: Final = {
     "--schedule": "--evenpipe-schedule",
 }
 _FLAG: Final = re.compile("|".join(rf"{re.escape(ours)}(?![\w-])" for ours in _MEGATRON))
-_UNREAD: Final = (*("cpu_offloading", "overlap_cpu_optimizer_d2h_h2d", "use_megatron_fsdp", "use_torch_fsdp2"),)
+_UNREAD: Final = (*("cpu_offloading", "overlap_cpu_optimizer_d2h_h2d", "use_torch_fsdp2"),)
 _SIZES: Final = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
 
 
@@ -58,7 +58,9 @@ def estimated(arguments: Namespace, run: Callable[[Callable[..., None]], None]) 
         raise UsageError(f"--cluster {error}") from error
     world = {"WORLD_SIZE": nodes.gpus, "LOCAL_WORLD_SIZE": nodes.gpus_per_node, "RANK": 0, "LOCAL_RANK": 0}
     os.environ.update({name: str(value) for name, value in world.items()})
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which Megatron asks for; estimates go by flags
+    # Which Megatron asks for, or under FSDP anything else; estimates go by flags.
+    sharded = any(flag in arguments.flags for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2"))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8" if sharded else "1")
     told: list[tuple[Namespace, EvenPipeConfig, Sequence[Sequence[str]] | None]] = []
     with _one_line(arguments.script):
         run(lambda *known: told.append(known))

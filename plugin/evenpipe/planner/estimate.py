@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Final, NamedTuple
 
 from evenpipe.planner.advice import reason_of, warnings_of
+from evenpipe.planner.beside_compute import beside_moves
 from evenpipe.planner.counted_flops import logged_flops, model_flops
 from evenpipe.planner.descriptions import Cluster, Framework, Model, framework
 from evenpipe.planner.iteration import (
@@ -159,7 +160,8 @@ class Estimator:
             run.check(self.model, self.cluster)
         parts, blocks = parts_of(self.model, run), Blocks(self.model, run)
         kernels = Kernels(run, self.cluster, self.calibration)
-        chunks, times = chunks_of(parts, blocks), part_times(parts, blocks, kernels)
+        chunks = chunks_of(parts, blocks)
+        times = beside_moves(part_times(parts, blocks, kernels), chunks, run, kernels)
         places = programs.spec.places(size)
         placed = [[chunks[n] for n in at] for at in positions_of(places).at]
         units = [[round(chunk.kept_bytes) for chunk in row] for row in placed]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations_with_replacement
 from typing import Any, Final, get_args
 
-from evenpipe.planner.run import Graph, Module, Optimizer, Run
+from evenpipe.planner.run import Graph, Module, OffloadModule, Optimizer, Run, Sharding
 
 __all__ = ["add_features", "features_of", "flags_of"]
 
@@ -29,12 +29,14 @@ _CHOICES: Final = {
     "cuda-graph-impl": ("none", "local", "transformer_engine", "full_iteration"),
     "exp-avg-dtype": ("fp32", "fp16", "bf16", "fp8"),
     "exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "data-parallel-sharding-strategy": get_args(Sharding),
     "optimizer": ("adam", "sgd", "muon", "dist_muon"),
 }
 _LISTS: Final = {
     "recompute-modules": get_args(Module),
     "cuda-graph-scope": get_args(Graph),
     "cuda-graph-modules": get_args(Graph),
+    "offload-modules": get_args(OffloadModule),
 }
 _BYTES: Final = {"fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1, "uint8": 1}
 #: By the bytes of both moments of a parameter, their types.
@@ -44,6 +46,8 @@ _MOMENTS: Final[Mapping[float, tuple[str, str]]] = {
 }
 _FULL: Final = "full_iteration"
 _OFFLOAD: Final = "optimizer-cpu-offload"
+_FSDP: Final = "use-megatron-fsdp"
+_AWAY: Final = "fine-grained-activation-offloading"
 _NARROW_MOMENTS: Final = "use-precision-aware-optimizer"  # which Megatron wants beside the types of moments
 #: What a graph of whole layers has in it.
 _LAYER: Final[tuple[Graph, ...]] = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
@@ -51,12 +55,14 @@ _LAYER: Final[tuple[Graph, ...]] = ("attn", "mlp", "moe", "moe_router", "moe_pre
 
 def add_features(group: ArgumentParser | _ArgumentGroup) -> None:
     """Add them as options; those that are not given are None, or no attributes where the parser suppresses these."""
-    for option in (*_SWITCHES.values(), _NARROW_MOMENTS, _OFFLOAD):
+    for option in (*_SWITCHES.values(), _NARROW_MOMENTS, _OFFLOAD, _FSDP, _AWAY):
         group.add_argument(f"--{option}", action="store_const", const=True)
     for option, choices in _CHOICES.items():
         group.add_argument(f"--{option}", choices=choices)
     for option, choices in _LISTS.items():
         group.add_argument(f"--{option}", nargs="+", choices=choices, metavar="NAME", help=" | ".join(choices))
+    group.add_argument("--activation-offload-fraction", type=float, metavar="F", help="of groups (default: all)")
+    group.add_argument("--delta-offload-bytes-across-pp-ranks", type=int, metavar="N", help="that a later stage keeps")
     group.add_argument("--optimizer-offload-fraction", type=float, metavar="F", help="of parameters (default: all)")
 
 
@@ -74,12 +80,27 @@ def features_of(value: Callable[[str, Any], Any]) -> dict[str, Any]:
     optimizer = str(value("optimizer", "adam")).removeprefix("dist_")
     if optimizer in get_args(Optimizer):
         found["optimizer"] = optimizer
+    found["sharding"] = value("data_parallel_sharding_strategy", "no_shard") if value("use_megatron_fsdp", 0) else None
+    found |= _offloaded(value)
     found["optimizer_offload"] = 0.0
     if value("optimizer_cpu_offload", False):
         # `HybridDeviceOptimizer` hands no types of moments to the optimizers within it.
         found |= {"optimizer_offload": value("optimizer_offload_fraction", 1.0), "moment_bytes": 4}
     modules = tuple(name for name in value("recompute_modules", None) or () if name in get_args(Module))
     return found | ({"recomputed_modules": modules} if modules else {})
+
+
+def _offloaded(value: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Megatron-LM 0.19 has the fraction and the difference between stages."""
+    if not value("fine_grained_activation_offloading", False):
+        return {"offload_modules": (), "offload_fraction": 1.0, "offload_delta_bytes": 0}
+    names = value("offload_modules", None) or ()
+    fused = ("expert_fc1", "moe_act") if "fused_group_mlp" in names else ()
+    return {
+        "offload_modules": tuple(name for name in (*names, *fused) if name in get_args(OffloadModule)),
+        "offload_fraction": value("activation_offload_fraction", 1.0),
+        "offload_delta_bytes": value("delta_offload_bytes_across_pp_ranks", 0),
+    }
 
 
 def _quantized(value: Callable[[str, Any], Any]) -> str | None:
@@ -122,6 +143,16 @@ def _asked(run: Run) -> Iterable[tuple[str, tuple[Any, ...]]]:
     if run.graphs:
         yield "cuda-graph-impl", ("local" if _FULL in run.graphs else "transformer_engine",)
         yield "cuda-graph-scope", run.graphs
+    if run.sharding is not None:
+        yield _FSDP, ()
+        yield "data-parallel-sharding-strategy", (run.sharding,)
+    if run.offload_modules:
+        yield _AWAY, ()
+        yield "offload-modules", run.offload_modules
+        if run.offload_fraction < 1:
+            yield "activation-offload-fraction", (f"{run.offload_fraction:g}",)
+        if run.offload_delta_bytes:
+            yield "delta-offload-bytes-across-pp-ranks", (run.offload_delta_bytes,)
     if run.optimizer != "adam":
         yield "optimizer", ("dist_" * (run.optimizer == "muon" and run.sharded_optimizer is not False) + run.optimizer,)
     if run.optimizer_offload:

@@ -69,6 +69,7 @@ def _narrow_moments(given: Given) -> bool:
     return given.run.moment_bytes == 4 or bool(given.value("use_precision_aware_optimizer", False))
 
 
+_AWAY: Final = "fine_grained_activation_offloading"
 _MLA: Final = "with --multi-latent-attention"
 _IN_EXPERTS: Final = "in a model with experts"
 _MOMENTS: Final = "with --use-precision-aware-optimizer"
@@ -183,6 +184,24 @@ NEEDS: Final = (
     Need("overlap-cpu-optimizer-d2h-h2d", "with --optimizer-cpu-offload", _IGNORED, _on_host),
     Need("exp-avg-dtype", "without --optimizer-cpu-offload", _IGNORED, lambda given: not _on_host(given)),
     Need("exp-avg-sq-dtype", "without --optimizer-cpu-offload", _IGNORED, lambda given: not _on_host(given)),
+    Need(
+        "data-parallel-sharding-strategy", "with --use-megatron-fsdp", _IGNORED, lambda given: bool(given.run.sharding)
+    ),
+    *(
+        Need(
+            option, "with --fine-grained-activation-offloading", _IGNORED, lambda given: bool(given.value(_AWAY, False))
+        )
+        for option in (
+            *("offload-modules", "activation-offload-fraction", "delta-offload-bytes-across-pp-ranks"),
+            "min-offloaded-tensor-size",
+        )
+    ),
+    Need(
+        "fine-grained-activation-offloading",
+        "with --offload-modules",
+        _REFUSED,
+        lambda given: bool(given.run.offload_modules),
+    ),
     *(
         Need(option, "with --optimizer muon", _IGNORED, lambda given: given.run.optimizer == "muon")
         for option in ("muon-momentum", "muon-num-ns-steps", "muon-tp-mode", "muon-scale-mode", "muon-fp32-matmul-prec")

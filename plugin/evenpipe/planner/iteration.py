@@ -192,12 +192,13 @@ def batch_end(
     ):
         if not count:
             continue
-        ring = (size - 1) / size
+        ring = 0.0 if run.shards_gradients else (size - 1) / size  # else after every micro-batch
         reduced += kernels.links.reduction(ring * count * gradient, experts)
         # An all-reduce is a reduce-scatter and a gathering; ZeRO-1 gathers parameters instead of gradients, and Muon
         # beside them, since it shares out whole matrices.
         if not run.sharded_optimizer or run.optimizer == "muon":
             reduced += kernels.links.reduction(ring * count * gradient, experts)
+        ring = 0.0 if run.shards_parameters else (size - 1) / size
         if run.sharded_optimizer and narrow is None:
             gathered += kernels.links.reduction(ring * count * run.element_bytes, experts)
         elif run.sharded_optimizer and narrow is not None and narrow.in_the_open:

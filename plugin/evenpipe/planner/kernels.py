@@ -219,6 +219,10 @@ class Kernels:
         """
         return parameters * (6 * self._host[0] + self._host[1])
 
+    def copied_to_host(self, nbytes: float) -> float:
+        """Return the seconds of so many bytes on their way to the host, or back."""
+        return nbytes * self._host[0]
+
     def _of(self, work: Work) -> float:
         match work:
             case Gemm():
