@@ -89,12 +89,12 @@ class Links:
         """Return seconds in which the first stage and the last sum so many bytes that each of them has."""
         run = self._run
         if self._in_pairs or self._span <= self._cluster.gpus_per_node:  # the first and the last are a pair of BPipe's
-            return nbytes / self._peer
+            return nbytes / self._peer(2)
         return nbytes / self._ring(2, self._span // run.stages * (run.stages - 1)) if nbytes else 0.0
 
     def message(self, nbytes: float) -> tuple[float, float]:
         """Latency of a hand-over between neighbours, and seconds on the link; at the slowest boundary."""
-        rate = self._node if self._span > self._cluster.gpus_per_node else self._peer
+        rate = self._node if self._span > self._cluster.gpus_per_node else self._peer(2)
         return self._latency(self._span) * 1e-6, nbytes / rate
 
     @property
@@ -115,12 +115,16 @@ class Links:
         """Latency and seconds on the link between partner stages, which are in one node if it has room for both."""
         both = 2 * self._run.together
         inside = both <= self._cluster.gpus_per_node
-        rate = self._cluster.peer_gbps * 1e9 * self._calibration.copy if inside else self._node
+        rate = self._peer(2) / self._calibration.peer * self._calibration.copy if inside else self._node
         return self._latency(both) * 1e-6, nbytes / rate
 
-    @property
-    def _peer(self) -> float:
-        return self._cluster.peer_gbps * 1e9 * self._calibration.peer
+    def _peer(self, ranks: float) -> float:
+        """Bytes/s of a collective of so many ranks of a node; where links are a mesh, it has those between them."""
+        return self._cluster.peer_gbps * 1e9 * self._calibration.peer * self._linked(ranks)
+
+    def _linked(self, ranks: float) -> float:
+        links = self._cluster.device.peer_links
+        return min(1.0, (max(ranks, 2) - 1) / links) if links else 1.0
 
     def _latency(self, span: int) -> float:
         return self._cluster.latency_us if span <= self._cluster.gpus_per_node else self._cluster.node_latency_us
@@ -128,9 +132,8 @@ class Links:
     def _ring(self, size: int, stride: int) -> float:
         """Bytes/s of a ring. What leaves a node is shared by the rings that do so together; one alone has it all."""
         gpus = self._cluster.gpus_per_node
-        if size * stride <= gpus:
-            return self._peer
-        return min(self._peer, self._node * gpus / min(stride, gpus))
+        peer = self._peer(min(size, max(gpus // stride, 1)))
+        return peer if size * stride <= gpus else min(peer, self._node * gpus / min(stride, gpus))
 
     def dispatch(self, work: Dispatch) -> float:
         """Return seconds in which tokens travel to their experts: to other ranks over the node's links, to other nodes
@@ -152,7 +155,7 @@ class Links:
         far = work.nbytes * abroad * (nodes - 1) / nodes
         links, network = _DISPATCHED[run.dispatcher]
         takes = max(
-            near / (links * self._cluster.peer_gbps * 1e9),
+            near / (links * self._cluster.peer_gbps * 1e9 * self._linked(ranks * run.expert_ways)),
             far / (network * self._cluster.node_gbps * 1e9),
         )
         whole = "full_iteration" in run.graphs
