@@ -15,7 +15,17 @@ from evenpipe.planner.descriptions import cluster, framework, model
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.features import add_features, features_of, flags_of
 from evenpipe.planner.quantized import Quantized
-from evenpipe.planner.run import Dispatcher, EstimateError, Graph, Module, OffloadModule, Optimizer, Run, Sharding
+from evenpipe.planner.run import (
+    Adapted,
+    Dispatcher,
+    EstimateError,
+    Graph,
+    Module,
+    OffloadModule,
+    Optimizer,
+    Run,
+    Sharding,
+)
 
 DENSE = Run(64, tensor=4, stages=4, data=4, chunks=5, gradients_in_fp32=False)
 EXPERTS = Run(256, data=16, expert=16, expert_tensor=1, gradients_in_fp32=False)
@@ -46,6 +56,8 @@ def experts(where: str = "2x8-h100", **changed: Any) -> Estimate:
             "offload_modules": st.lists(st.sampled_from(get_args(OffloadModule)), unique=True, min_size=1).map(tuple),
             "offload_fraction": st.sampled_from([0.25, 1.0]),
             "offload_delta_bytes": st.sampled_from([0, 4096]),
+            "lora_rank": st.sampled_from([8, 32]),
+            "lora_modules": st.lists(st.sampled_from(get_args(Adapted)), unique=True, min_size=1).map(tuple),
             "moment_bytes": st.sampled_from([1, 1.5, 2, 2.5, 3, 4]),
             "recomputed_modules": st.lists(st.sampled_from(get_args(Module)), unique=True, min_size=1).map(tuple),
         }
@@ -226,3 +238,19 @@ def test_what_only_megatron_s_own_schedules_run_with_is_refused_with_others() ->
         dense(sharding="optim", bpipe=True, chunks=1)
     with pytest.raises(EstimateError, match="offload_modules: attn_proj's input is what core_attn gives"):
         dense(offload_modules=("attn_proj",))
+
+
+def test_adapters_alone_have_gradients_and_an_optimizer() -> None:
+    whole, adapted = dense(), dense(lora_rank=16, lora_modules=("linear_qkv", "linear_proj"))
+    middle = [one.stages[1].bytes for one in (whole, adapted)]
+    # Of each layer, on four GPUs: 16 × (8,192 + 2,560) and 16 × (2,048 + 8,192).
+    count = 20 * 16 * (8192 + 2560 + 2048 + 8192)
+    assert middle[1].gradients == 2 * count
+    assert middle[1].optimizer == pytest.approx(12 * count / 4, abs=2)
+    assert middle[1].weights == middle[0].weights + 2 * count
+    assert middle[1].activations < middle[0].activations
+    assert 0.6 < adapted.iteration_ms / whole.iteration_ms < 0.8  # two of three products
+    assert adapted.logged_tflops == pytest.approx(whole.logged_tflops, rel=0.2)
+    with pytest.raises(EstimateError, match="lora_modules: adapters of experts are not described"):
+        experts(lora_rank=8)
+    assert experts(lora_rank=8, lora_modules=("linear_qkv",)).stages[0].bytes.optimizer < 10**8

@@ -88,6 +88,7 @@ CASES: Final = {
         (option, "with --optimizer-cpu-offload"): (f"--{option} {value}".strip(), OFFLOAD)
         for option, value in {"optimizer-offload-fraction": "0.5", "overlap-cpu-optimizer-d2h-h2d": ""}.items()
     },
+    ("lora-modules", "with --lora-rank"): ("--lora-modules linear_qkv", "--lora-rank 8"),
     ("data-parallel-sharding-strategy", "with --use-megatron-fsdp"): (
         "--data-parallel-sharding-strategy optim_grads_params",
         "--use-megatron-fsdp",

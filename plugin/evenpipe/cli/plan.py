@@ -34,6 +34,7 @@ from evenpipe.planner.search.question import Engine, Question, weighed
 from evenpipe.planner.search.search import Found, search
 from evenpipe.planner.uncertainty import Uncertainty
 from evenpipe.recipes.recipe import FRAMEWORKS
+from evenpipe.recipes.unsupported import NO_ADAPTERS
 from evenpipe.report.figures import Front, Point, draw_front
 from evenpipe.report.files import write_atomically
 from evenpipe.schedule import ScheduleError, find, own
@@ -278,6 +279,8 @@ def _recipe_of(arguments: Namespace, question: Question, best: PlannedRun) -> st
         return f"no recipe starts {arguments.framework}: plan for {' or '.join(FRAMEWORKS)} to write files"
     if arguments.framework == "deepspeed" and (best.tensor_parallel * best.context_parallel > 1 or best.stages == 1):
         return "no recipe starts one stage or divided tensors in DeepSpeed: plan with --tensor-parallel 1 --stages P"
+    if question.asked.lora_rank:
+        return f"no recipe starts it: {NO_ADAPTERS}"
     kind = "gpt" if question.model.causal else "bert"
     words = ["evenpipe", "recipe", kind, *words_of(arguments)]
     words += ["--global-batch-size", str(arguments.global_batch_size)]

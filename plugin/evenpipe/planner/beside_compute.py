@@ -18,7 +18,8 @@ def beside_moves(times: Sequence[PartTime], chunks: Sequence[Chunk], run: Run, k
     found = []
     for time, chunk in zip(times, chunks, strict=True):
         gathered = _gathered(chunk.parameters, run, kernels) if run.shards_parameters else 0.0
-        reduced = _reduced(chunk.parameters, run, kernels) if run.shards_gradients else 0.0
+        own = chunk.parameters.trained if run.lora_rank else chunk.parameters
+        reduced = _reduced(own, run, kernels) if run.shards_gradients else 0.0
         copied = kernels.copied_to_host(chunk.offloaded_bytes)
         forward = _with(time.forward, gathered, bool(run.overlap_parameters))
         backward = _with(time.backward, gathered, bool(run.overlap_parameters))

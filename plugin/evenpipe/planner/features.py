@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations_with_replacement
 from typing import Any, Final, get_args
 
-from evenpipe.planner.run import Graph, Module, OffloadModule, Optimizer, Run, Sharding
+from evenpipe.planner.run import Adapted, Graph, Module, OffloadModule, Optimizer, Run, Sharding
 
 __all__ = ["add_features", "features_of", "flags_of"]
 
@@ -37,6 +37,7 @@ _LISTS: Final = {
     "cuda-graph-scope": get_args(Graph),
     "cuda-graph-modules": get_args(Graph),
     "offload-modules": get_args(OffloadModule),
+    "lora-modules": get_args(Adapted),
 }
 _BYTES: Final = {"fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1, "uint8": 1}
 #: By the bytes of both moments of a parameter, their types.
@@ -63,6 +64,9 @@ def add_features(group: ArgumentParser | _ArgumentGroup) -> None:
         group.add_argument(f"--{option}", nargs="+", choices=choices, metavar="NAME", help=" | ".join(choices))
     group.add_argument("--activation-offload-fraction", type=float, metavar="F", help="of groups (default: all)")
     group.add_argument("--delta-offload-bytes-across-pp-ranks", type=int, metavar="N", help="that a later stage keeps")
+    group.add_argument(
+        "--lora-rank", type=int, metavar="R", help="adapters of Megatron Bridge's (dim); nothing else trains"
+    )
     group.add_argument("--optimizer-offload-fraction", type=float, metavar="F", help="of parameters (default: all)")
 
 
@@ -81,7 +85,9 @@ def features_of(value: Callable[[str, Any], Any]) -> dict[str, Any]:
     if optimizer in get_args(Optimizer):
         found["optimizer"] = optimizer
     found["sharding"] = value("data_parallel_sharding_strategy", "no_shard") if value("use_megatron_fsdp", 0) else None
-    found |= _offloaded(value)
+    found |= _offloaded(value) | {"lora_rank": value("lora_rank", 0)}
+    if value("lora_rank", 0) and value("lora_modules", None):
+        found["lora_modules"] = tuple(value("lora_modules", ()))
     found["optimizer_offload"] = 0.0
     if value("optimizer_cpu_offload", False):
         # `HybridDeviceOptimizer` hands no types of moments to the optimizers within it.
@@ -143,6 +149,9 @@ def _asked(run: Run) -> Iterable[tuple[str, tuple[Any, ...]]]:
     if run.graphs:
         yield "cuda-graph-impl", ("local" if _FULL in run.graphs else "transformer_engine",)
         yield "cuda-graph-scope", run.graphs
+    if run.lora_rank:
+        yield "lora-rank", (run.lora_rank,)
+        yield "lora-modules", run.lora_modules
     if run.sharding is not None:
         yield _FSDP, ()
         yield "data-parallel-sharding-strategy", (run.sharding,)

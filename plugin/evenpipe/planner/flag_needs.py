@@ -184,6 +184,7 @@ NEEDS: Final = (
     Need("overlap-cpu-optimizer-d2h-h2d", "with --optimizer-cpu-offload", _IGNORED, _on_host),
     Need("exp-avg-dtype", "without --optimizer-cpu-offload", _IGNORED, lambda given: not _on_host(given)),
     Need("exp-avg-sq-dtype", "without --optimizer-cpu-offload", _IGNORED, lambda given: not _on_host(given)),
+    Need("lora-modules", "with --lora-rank", _UNCOUNTED, lambda given: given.run.lora_rank > 0),
     Need(
         "data-parallel-sharding-strategy", "with --use-megatron-fsdp", _IGNORED, lambda given: bool(given.run.sharding)
     ),

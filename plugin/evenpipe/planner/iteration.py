@@ -183,9 +183,11 @@ def batch_end(
     micro-batch's backward, all-gathers behind the first one's forward. Those of experts and those of all else hide
     behind the same compute.
     """
+    parameters = parameters.trained if run.lora_rank else parameters
+    embedding = 0 if run.lora_rank else embedding
     gradient = 4 if run.gradients_in_fp32 else 2
     reduced = gathered = stepped = 0.0
-    narrow = run.quantization if run.quantized_parameters else None
+    narrow = run.quantization if run.quantized_parameters and not run.lora_rank else None
     kinds = ((parameters.shared, parameters.narrow), (parameters.expert, parameters.expert))
     for (count, quantized), size, experts in zip(
         kinds, (run.replicas, run.expert_replicas), (False, True), strict=True

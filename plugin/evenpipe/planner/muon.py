@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from evenpipe.planner.kernels import Kernels
@@ -26,21 +26,21 @@ def orthogonalized(parts: Iterable[Part], blocks: Blocks, run: Run, kernels: Ker
     for part in parts:
         for block, count in part.items():
             for one in blocks.operations[block]:
-                number, each = _matrices(one, kernels)
-                seconds += count * number * each / shards[one.parameters.expert > 0]
-                largest = max(largest, each)
+                for number, each in _matrices(one, kernels):
+                    seconds += count * number * each / shards[one.parameters.expert > 0]
+                    largest = max(largest, each)
     return max(seconds, largest)
 
 
-def _matrices(of: Operation, kernels: Kernels) -> tuple[float, float]:
-    """Return how many matrices an operation has, and the seconds of one of them.
+def _matrices(of: Operation, kernels: Kernels) -> Iterator[tuple[float, float]]:
+    """Yield how many matrices of a shape an operation has, and the seconds of one of them.
 
     A step of X = aX + (b XXᵀ + c (XXᵀ)²) X has three products, on the matrix's narrow side.
     """
-    products = [work for work in of.weight_gradient if isinstance(work, Gemm)]
-    if not products or not (of.parameters.narrow or of.parameters.expert):
-        return 0, 0.0
-    [made] = products
-    rows, columns = sorted((made.m, made.n))
-    step = (Gemm(rows, rows, columns), Gemm(rows, rows, rows), Gemm(rows, columns, rows))
-    return made.batch, _STEPS * kernels.seconds(step)
+    if not (of.parameters.narrow or of.parameters.expert):
+        return
+    for made in of.weight_gradient:
+        if isinstance(made, Gemm):
+            rows, columns = sorted((made.m, made.n))
+            step = (Gemm(rows, rows, columns), Gemm(rows, rows, rows), Gemm(rows, columns, rows))
+            yield made.batch, _STEPS * kernels.seconds(step)

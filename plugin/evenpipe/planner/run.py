@@ -13,6 +13,7 @@ from evenpipe.schedule import Queues, ScheduleError, Spec, choose
 
 __all__ = [
     "ITERATIONS_WITH_LATE_GRADIENTS",
+    "Adapted",
     "Attention",
     "Dispatcher",
     "EstimateError",
@@ -42,6 +43,8 @@ Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 Optimizer = Literal["adam", "sgd", "muon"]
 #: Whose inputs fine-grained offloading takes to the host (``--offload-modules``).
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+#: What low-rank adapters are beside, as Megatron Bridge's ``target_modules`` name it.
+Adapted = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 #: What fully sharded replicas divide among themselves (``--data-parallel-sharding-strategy``): ZeRO-0, 1, 2 and 3.
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 #: Schedules of Megatron's own, which alone run with these two.
@@ -79,6 +82,7 @@ class Run:
     sharding: of replicas under FSDP (``--use-megatron-fsdp``); not FSDP, if left out. offload_modules: whose inputs
     wait on the host for their backward; offload_fraction: of their groups; offload_delta_bytes: that each later stage
     keeps more than the one before (``--delta-offload-bytes-across-pp-ranks``).
+    lora_rank: of adapters beside ``lora_modules``, which alone are trained (LoRA, Hu et al. 2021); 0: no adapters.
     """
 
     global_batch: int
@@ -130,6 +134,8 @@ class Run:
     offload_modules: tuple[OffloadModule, ...] = ()
     offload_fraction: float = 1.0
     offload_delta_bytes: int = 0
+    lora_rank: int = 0
+    lora_modules: tuple[Adapted, ...] = get_args(Adapted)
 
     def of(self, framework: Framework) -> Run:
         """Return the same with ``framework``'s defaults, where nothing is said."""
@@ -292,6 +298,8 @@ class Run:
         self._divides("context_parallel", self.context, model.sequence, f"{model.name}'s sequence")
         if self.expert > 1 and model.experts is None:
             raise EstimateError(f"expert_parallel={self.expert}: {model.name} has no experts: leave it out")
+        if self.lora_rank and model.experts is not None and {"linear_fc1", "linear_fc2"} & set(self.lora_modules):
+            raise EstimateError("lora_modules: adapters of experts are not described: name linear_qkv, linear_proj")
         if model.experts is not None:
             self._divides("expert_parallel", self.expert, model.experts.count, f"{model.name}'s experts")
             among = self.replicas * self.tensor // self.expert_ways

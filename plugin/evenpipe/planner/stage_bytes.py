@@ -53,14 +53,15 @@ def states(parameters: Parameters, run: Run, versions: int = 1, transposing: boo
     What the host steps has its fp32 weights and moments there. ZeRO-2 divides gradients too, ZeRO-3 also weights.
     """
     shards = (run.replicas, run.expert_replicas) if run.sharded_optimizer else (1, 1)
+    trained = parameters.trained if run.lora_rank else parameters
     copy = 0 if run.precision == "fp32" else 4
     adams, one = copy + 2 * run.moment_bytes, copy + 4
     of_matrix, of_other = {"adam": (adams, adams), "muon": (one, adams), "sgd": (one, one)}[run.optimizer]
-    shared = of_matrix * parameters.narrow + of_other * (parameters.shared - parameters.narrow)
-    held = shared / shards[0] + of_matrix * parameters.expert / shards[1]
-    owned = parameters.shared / shards[0] + parameters.expert / shards[1]
+    shared = of_matrix * trained.narrow + of_other * (trained.shared - trained.narrow)
+    held = shared / shards[0] + of_matrix * trained.expert / shards[1]
+    owned = trained.shared / shards[0] + trained.expert / shards[1]
     gradient = 4 if run.gradients_in_fp32 else 2
-    part = owned / parameters.all if parameters.all else 1.0
+    part = (parameters.shared / shards[0] + parameters.expert / shards[1]) / parameters.all if parameters.all else 1.0
     weights = run.element_bytes * parameters.all
     if run.quantization is not None:
         replaced = run.element_bytes if run.quantized_parameters else 0
@@ -68,7 +69,7 @@ def states(parameters: Parameters, run: Run, versions: int = 1, transposing: boo
     stepped = 4 + (_STEP_OF_QUANTIZED if run.quantized_parameters else 0)
     return States(
         weights=(part if run.shards_parameters else versions) * weights,
-        gradients=gradient * (owned if run.shards_gradients else parameters.all + (versions - 1) * owned),
+        gradients=gradient * (owned if run.shards_gradients else trained.all + (versions - 1) * owned),
         optimizer=(1 - run.optimizer_offload) * held,
         step=0 if run.gradients_in_fp32 else stepped * owned,
     )

@@ -109,6 +109,7 @@ def _without_source(model: Model, cluster: Cluster, run: Run) -> str:
         f"under {run.spec.name}": run.spec.name not in _SCHEDULES,
         f"with {run.optimizer}": run.optimizer != "adam",
         "with an optimizer on the host": run.optimizer_offload > 0,
+        "with LoRA": run.lora_rank > 0,
         "with fully sharded replicas": run.sharding is not None,
         "with activations on the host": bool(run.offload_modules),
         f"with context parallelism on {device}": run.context > 1 and device not in _TUNED_DEVICES,

@@ -155,9 +155,10 @@ def embedding(shard: Shard, positions: bool = True) -> list[Operation]:
     Each tensor-parallel rank has a part of the vocabulary: what it lacks comes by an all-reduce, or, where the sequence
     is divided, a reduce-scatter, whose gradient is gathered.
     """
-    model, e, n = shard.model, shard.run.element_bytes, shard.residual
+    model, run, n = shard.model, shard.run, shard.residual
+    e = run.element_bytes
     learned = positions and model.positions == "learned"
-    count = model.vocabulary * model.hidden / shard.run.tensor
+    count = model.vocabulary * model.hidden / run.tensor
     count += (model.max_positions or model.sequence) * model.hidden if learned else 0
     mask, indices = int(model.dropout), 1 + learned
     moved = Moved((3 * e + mask) * n, 3)
@@ -166,7 +167,7 @@ def embedding(shard: Shard, positions: bool = True) -> list[Operation]:
         Operation(
             "embedding",
             (moved, *summed),
-            (moved, *gathered),
+            () if run.lora_rank else (moved, *gathered),
             (),
             Parameters(count),
             mask * n + 8 * indices * shard.tokens,
