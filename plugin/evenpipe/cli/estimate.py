@@ -224,7 +224,7 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--attention", choices=get_args(Attention))
     for option, said in _SWITCHES.items():
         group.add_argument(f"--{option}", action=BooleanOptionalAction, default=None, help=said)
-    add_features(parser.add_argument_group("narrow products, ways to experts, graphs", "as Megatron's flags"))
+    add_features(parser.add_argument_group("products, experts, graphs, optimizer, offloading", "as Megatron's flags"))
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.set_defaults(run=_run)
@@ -251,7 +251,7 @@ def _layout(text: str) -> tuple[int, ...]:
 def notes_of(arguments: Namespace, of: Model, run: Run, searched: bool = False) -> list[str]:
     """Return a line for each option that has no effect. Raises EstimateError for one that Megatron refuses."""
     names = {name.replace("_", "-") for name, value in vars(arguments).items() if value is not None}
-    return without_effect(Given(names, Values(arguments), of, run), searched)
+    return without_effect(Given(names, Values(arguments), of, run, arguments.framework != "deepspeed"), searched)
 
 
 def _run(arguments: Namespace) -> None:

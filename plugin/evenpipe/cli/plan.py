@@ -27,7 +27,7 @@ from evenpipe.cli.values import output_file, picture_file, positive, sample_coun
 from evenpipe.deepspeed.section import OFFERS
 from evenpipe.planner.arguments import Values
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Framework, Model, Precision
-from evenpipe.planner.features import add_features, features_of, flags_of
+from evenpipe.planner.features import add_features, features_of, flags_of, of_megatron_s_schedules
 from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Attention, EstimateError, Run
 from evenpipe.planner.search.plan import Plan, PlannedRun, brief, plan_of
 from evenpipe.planner.search.question import Engine, Question, weighed
@@ -76,7 +76,7 @@ def add_search_options(parser: ArgumentParser, title: str, description: str | No
     group.add_argument("--micro-batch-size", "--micro-batch", type=positive, metavar="B")
     group.add_argument("--precision", choices=get_args(Precision))
     group.add_argument("--attention", choices=get_args(Attention))
-    add_features(parser.add_argument_group("narrow products, ways to experts, graphs", "as Megatron's flags"))
+    add_features(parser.add_argument_group("products, experts, graphs, optimizer, offloading", "as Megatron's flags"))
     return group
 
 
@@ -101,12 +101,8 @@ def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
             raise UsageError(f"--schedule {str(error).removeprefix('schedule=')}") from error
     precision, attention = computed_in(arguments, nodes)
     asked = Run(global_batch=1, precision=precision, attention=attention, **features_of(Values(arguments)))
-    for name, flag in (
-        ("sharding", "--use-megatron-fsdp"),
-        ("offload_modules", "--fine-grained-activation-offloading"),
-    ):
-        if getattr(asked, name):
-            raise UsageError(f"{flag}: EvenPipe's schedules run without it: leave it out, or ask evenpipe estimate")
+    if flag := of_megatron_s_schedules(asked):
+        raise UsageError(f"{flag}: EvenPipe's schedules run without it: leave it out, or ask evenpipe estimate")
     for line in notes_of(arguments, of, replace(asked.of(named), recompute="selective"), searched=True):
         print(f"evenpipe: {line}", file=sys.stderr)
     return Question(

@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 
 from evenpipe.planner.run import Adapted, Graph, Module, OffloadModule, Optimizer, Run, Sharding
 
-__all__ = ["add_features", "features_of", "flags_of"]
+__all__ = ["add_features", "features_of", "flags_of", "of_megatron_s_schedules"]
 
 #: Fields of Run that a switch sets: what they mean is at Run.
 _SWITCHES: Final = {
@@ -132,6 +132,11 @@ def _graphs(value: Callable[[str, Any], Any]) -> tuple[str, ...]:
 def flags_of(run: Run) -> list[tuple[str, ...]]:
     """Return the flags, each with its values, that ask Megatron for them: what `features_of` reads."""
     return [(f"--{option}", *map(str, values)) for option, values in _asked(run)]
+
+
+def of_megatron_s_schedules(run: Run) -> str:
+    """Return the run's flag that only Megatron's own schedules go together with; empty where it has none."""
+    return f"--{_FSDP}" if run.sharding else f"--{_AWAY}" if run.offload_modules else ""
 
 
 def _asked(run: Run) -> Iterable[tuple[str, tuple[Any, ...]]]:

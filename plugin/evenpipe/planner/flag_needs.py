@@ -12,12 +12,16 @@ __all__ = ["NEEDS", "Given", "Need", "without_effect"]
 
 
 class Given(NamedTuple):
-    """``names``: options that were given, without dashes. ``value``: gives an argument by name, or a default."""
+    """``names``: options that were given, without dashes. ``value``: gives an argument by name, or a default.
+
+    refusing: by a framework that refuses as Megatron does.
+    """
 
     names: Collection[str]
     value: Callable[[str, Any], Any]
     model: Model
     run: Run
+    refusing: bool = True
 
 
 class Need(NamedTuple):
@@ -244,7 +248,8 @@ def without_effect(given: Given, searched: bool = False) -> list[str]:
     for need in NEEDS:
         if need.option.partition(" ")[0] not in given.names or (need.sizes and searched) or need.met(given):
             continue
-        if need.otherwise == _REFUSED:
+        if need.otherwise != _REFUSED:
+            lines.append(need.line)
+        elif given.refusing:
             raise EstimateError(need.line)
-        lines.append(need.line)
     return lines
