@@ -15,6 +15,7 @@ from published.bpipe import best, breakdown, figure_3_gib, figure_8_gib, verdict
 from published.coverage import without_each
 from published.fit import errors, fitted, left_out, unseen
 from published.korthikanti import activation_errors, relative_errors
+from published.lora import adapters
 from published.megatron import golden_runs
 from published.pipedream import figure_8_gib as figure_8_of_2bw
 from published.pipedream import figure_11_billion, largest_micro_batch, table_1
@@ -67,6 +68,7 @@ def measures() -> dict[str, Any]:
         "pipedream": _pipedream(),
         "uncertainty": _coverage(programs),
         "recipes": _recipes(),
+        "adapters": [one._asdict() for one in adapters()],
     }
     return found
 
@@ -234,6 +236,9 @@ def _shown(found: dict[str, Any]) -> Table:
             said = "constants fitted on them" if name == "fitted" else f"on those of other {name}s"
             pair = f"{one[name]['mean']:.1%}; {one[name]['worst']:.1%}"
             shown.add_row(f"2025 and 2026, {kind}: {one['rows']} iterations", f"{said}, mean; worst", pair, "")
+    for one in found["adapters"]:
+        text = f"{one['whole']:+.1%}; {one['packed']:+.1%}"
+        shown.add_row(f"LoRA, 70B {one['name']}", "longer than measured: a sample whole; packed of 16", text, "8 %")
     for name, gib, estimated in found["recipes"]["memory"]:
         shown.add_row(f"  {name}", "GiB allocated", f"{estimated:.1f} for {gib:.1f}", "")
     return shown

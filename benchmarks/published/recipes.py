@@ -92,7 +92,7 @@ def published() -> Sequence[Published]:
 
 _GB = 2**30 / 1e9
 #: Keys of a row that are fields of Run.
-_OF_RUN = ("quantized", "quantized_attention", "dispatcher", "overlap_experts", "fused_experts")
+_OF_RUN = ("quantized", "quantized_attention", "dispatcher", "overlap_experts", "fused_experts", "moment_bytes")
 
 
 def _published(kind: str, row: dict[str, Any]) -> Published:

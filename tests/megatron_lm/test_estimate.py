@@ -50,6 +50,17 @@ def test_the_document_is_that_of_the_run(megatron_lm):
         assert stage["forward_ms"] == pytest.approx(same.forward_ms)
 
 
+def test_flags_without_effect_are_told_and_refused_ones_refused(megatron_lm):
+    """Megatron's parser takes all of them; its layers refuse the second kind when they are built."""
+    status, output = told(megatron_lm, "--fp8-recipe", "tensorwise", "--cuda-graph-scope", "attn")
+    assert status == 0, output[-3000:]
+    for option, needed in (("--fp8-recipe", "--fp8-format"), ("--cuda-graph-scope", "--cuda-graph-impl")):
+        assert f"{option}: works only with {needed}; Megatron ignores it here" in output
+    status, output = told(megatron_lm, "--fp8-param-gather")
+    assert status == 2, output[-3000:]
+    assert "--fp8-param-gather: works only with --fp8-format; Megatron refuses it here" in output
+
+
 @pytest.mark.long
 def test_what_does_not_fit_is_told_megatron_s_flag_to_change(megatron_lm):
     status, output = told(megatron_lm, before=())

@@ -30,7 +30,7 @@ def arguments_of(of):
     } if experts else {}  # fmt: skip
     of_latent = {
         "multi_latent_attention": True,
-        "q_lora_rank": latent.query_rank,
+        "q_lora_rank": latent.query_rank or None,
         "kv_lora_rank": latent.key_value_rank,
         "qk_head_dim": latent.plain_dim,
         "qk_pos_emb_head_dim": latent.rotary_dim,

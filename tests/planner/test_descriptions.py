@@ -10,7 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.planner.descriptions import DescriptionError, cluster, device, framework, model, names
+from evenpipe.planner.descriptions import DescriptionError, cluster, device, framework, model, names, node_of
+from evenpipe.planner.estimate import Estimator
+from evenpipe.planner.kernels import FITTED, Links
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import Run
 from evenpipe.planner.stage_bytes import parameters_of
@@ -45,6 +47,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30.5,
     "qwen3-235b-a22b": 235.0,
     "kimi-k2": 1040.0,
+    "moonlight-16b-a3b": 15.96,
     "glm-4.5": 355.0,
     "nemotron-4-340b": 341.0,
     "gpt-oss-120b": 116.8,
@@ -246,3 +249,21 @@ def test_a_misspelled_key_is_told_before_the_one_that_is_missing_for_it(tmp_path
 def test_a_size_is_no_part_of_a_cluster_s_name_that_is_misspelled() -> None:
     with pytest.raises(DescriptionError, match="4x8-a100-80g: unknown among clusters, did you mean a100-80gb"):
         cluster("4x8-a100-80g")
+
+
+@pytest.mark.parametrize("name", ["mi300x", "mi355x", "h800", "l40s", "rtx-4090", "a100-pcie-80gb"])
+def test_a_device_without_a_published_iteration_has_no_interval(name: str) -> None:
+    known = name in names("clusters")
+    where = cluster(f"1x2-{name}") if known else node_of(device(name), 2)
+    found = Estimator(model("llama3-8b"), where, framework("megatron"))(Run(8, data=2))
+    assert str(found.uncertainty) == "error unknown"
+    assert found.uncertainty.meaning == f"no published iteration on {name} is among the planner's sources"
+    assert 0.05 < found.mfu < device(name).matmul
+
+
+def test_a_mesh_has_only_the_links_between_the_ranks_of_a_collective() -> None:
+    """By the all-reduces of 4 GiB that the description's source has measured: 48 GB/s of two ranks, 313 of eight."""
+    for ranks, gbps in ((2, 47.671), (8, 312.912)):
+        run = Run(8, tensor=ranks).of(framework("megatron"))
+        seconds = Links(run, cluster("1x8-mi300x"), FITTED).collective(4e9, "tensor")
+        assert 4 / seconds == pytest.approx(gbps, rel=0.08)

@@ -14,6 +14,7 @@ from benchmarks.published.bpipe import best, breakdown, figure_3_gib, figure_8_g
 from benchmarks.published.coverage import without_each
 from benchmarks.published.fit import errors, fitted, unseen
 from benchmarks.published.korthikanti import activation_errors, relative_errors
+from benchmarks.published.lora import adapters
 from benchmarks.published.megatron import golden_runs
 from benchmarks.published.pipedream import figure_8_gib as figure_8_gib_2bw
 from benchmarks.published.pipedream import figure_11_billion, largest_micro_batch, table_1
@@ -294,3 +295,10 @@ def test_what_runs_of_2026_allocate_is_estimated() -> None:
     for row in published():
         if row.gib is not None:
             assert row.allocated_gib() == pytest.approx(row.gib, rel=0.06), str(row)
+
+
+def test_published_iterations_of_adapters_are_estimated() -> None:
+    found = adapters()
+    assert len(found) == 5
+    assert all(abs(one.whole) < 0.08 for one in found)
+    assert all(-0.15 < one.packed < one.whole for one in found)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from evenpipe.planner.descriptions import cluster, framework, model
 from evenpipe.planner.estimate import Estimator, positions_of
-from evenpipe.planner.run import EstimateError
+from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.bounds import edges_of, least_live, ordered_ms
 from evenpipe.planner.search.candidates import Candidate, Group, candidates, candidates_of, groups
 from evenpipe.planner.search.question import Engine, Question
@@ -21,6 +21,12 @@ ALL = Engine("all", frozenset(["chunks", "groups", "stream", "split", "vee"]))
 QUESTIONS = {
     "gpt3-13b": Question(model("gpt3-13b"), cluster("2x8-a100-80gb"), 32, ALL, own()),
     "llama3-8b": Question(model("llama3-8b"), cluster("2x4-h100"), 24, ALL, own(), framework("megatron")),
+    "llama3-8b, muon": Question(
+        model("llama3-8b"), cluster("2x4-h100"), 24, ALL, own(), asked=Run(1, optimizer="muon", moment_bytes=2)
+    ),
+    "llama3-8b, adapters": Question(
+        model("llama3-8b"), cluster("2x4-h100"), 24, ALL, own(), asked=Run(1, lora_rank=16, optimizer_offload=0.5)
+    ),
     "mixtral-8x7b": Question(model("mixtral-8x7b"), cluster("2x8-h100"), 16, ALL, own()),
 }
 

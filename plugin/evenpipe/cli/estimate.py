@@ -28,6 +28,7 @@ from evenpipe.planner.descriptions import (
 )
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.features import add_features, features_of
+from evenpipe.planner.flag_needs import Given, without_effect
 from evenpipe.planner.run import Attention, EstimateError, Placement, Recompute, Run
 from evenpipe.settings.spelling import in_flags
 
@@ -41,6 +42,7 @@ __all__ = [
     "framework_named",
     "known_names",
     "model_and_cluster",
+    "notes_of",
     "show",
     "words_of",
 ]
@@ -222,7 +224,7 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--attention", choices=get_args(Attention))
     for option, said in _SWITCHES.items():
         group.add_argument(f"--{option}", action=BooleanOptionalAction, default=None, help=said)
-    add_features(parser.add_argument_group("narrow products, ways to experts, graphs", "as Megatron's flags"))
+    add_features(parser.add_argument_group("products, experts, graphs, optimizer, offloading", "as Megatron's flags"))
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.set_defaults(run=_run)
@@ -246,15 +248,23 @@ def _layout(text: str) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
+def notes_of(arguments: Namespace, of: Model, run: Run, searched: bool = False) -> list[str]:
+    """Return a line for each option that has no effect. Raises EstimateError for one that Megatron refuses."""
+    names = {name.replace("_", "-") for name, value in vars(arguments).items() if value is not None}
+    return without_effect(Given(names, Values(arguments), of, run, arguments.framework != "deepspeed"), searched)
+
+
 def _run(arguments: Namespace) -> None:
     try:
         of, nodes = model_and_cluster(arguments)
-        shown = Estimator(of, nodes, framework_named(arguments))(_run_of(arguments, nodes))
+        by, run = framework_named(arguments), _run_of(arguments, nodes)
+        notes = notes_of(arguments, of, run.of(by))
+        shown = Estimator(of, nodes, by)(run)
     except DescriptionError as error:
         raise UsageError(str(error)) from error
     except EstimateError as error:
         raise UsageError(in_flags(error)) from error
-    show(shown, of, nodes, arguments.json)
+    show(shown, of, nodes, arguments.json, str, *notes)
 
 
 def _run_of(arguments: Namespace, nodes: Cluster) -> Run:

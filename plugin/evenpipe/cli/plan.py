@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from evenpipe.cli.estimate import (
     framework_named,
     known_names,
     model_and_cluster,
+    notes_of,
     words_of,
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
@@ -25,13 +27,14 @@ from evenpipe.cli.values import output_file, picture_file, positive, sample_coun
 from evenpipe.deepspeed.section import OFFERS
 from evenpipe.planner.arguments import Values
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Framework, Model, Precision
-from evenpipe.planner.features import add_features, features_of, flags_of
+from evenpipe.planner.features import add_features, features_of, flags_of, of_megatron_s_schedules
 from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Attention, EstimateError, Run
 from evenpipe.planner.search.plan import Plan, PlannedRun, brief, plan_of
 from evenpipe.planner.search.question import Engine, Question, weighed
 from evenpipe.planner.search.search import Found, search
 from evenpipe.planner.uncertainty import Uncertainty
 from evenpipe.recipes.recipe import FRAMEWORKS
+from evenpipe.recipes.unsupported import NO_ADAPTERS
 from evenpipe.report.figures import Front, Point, draw_front
 from evenpipe.report.files import write_atomically
 from evenpipe.schedule import ScheduleError, find, own
@@ -73,7 +76,7 @@ def add_search_options(parser: ArgumentParser, title: str, description: str | No
     group.add_argument("--micro-batch-size", "--micro-batch", type=positive, metavar="B")
     group.add_argument("--precision", choices=get_args(Precision))
     group.add_argument("--attention", choices=get_args(Attention))
-    add_features(parser.add_argument_group("narrow products, ways to experts, graphs", "as Megatron's flags"))
+    add_features(parser.add_argument_group("products, experts, graphs, optimizer, offloading", "as Megatron's flags"))
     return group
 
 
@@ -85,7 +88,10 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
-    """Return what the options ask of a search, for the framework that they name. Raises UsageError."""
+    """Return what the options ask of a search, for the framework that they name.
+
+    Options without an effect are named on standard error. Raises UsageError, EstimateError for refused ones.
+    """
     named = framework_named(arguments)
     schedules = arguments.schedule or weighed()
     for name in schedules:
@@ -94,6 +100,11 @@ def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
         except ScheduleError as error:
             raise UsageError(f"--schedule {str(error).removeprefix('schedule=')}") from error
     precision, attention = computed_in(arguments, nodes)
+    asked = Run(global_batch=1, precision=precision, attention=attention, **features_of(Values(arguments)))
+    if flag := of_megatron_s_schedules(asked):
+        raise UsageError(f"{flag}: EvenPipe's schedules run without it: leave it out, or ask evenpipe estimate")
+    for line in notes_of(arguments, of, replace(asked.of(named), recompute="selective"), searched=True):
+        print(f"evenpipe: {line}", file=sys.stderr)
     return Question(
         of,
         nodes,
@@ -101,7 +112,7 @@ def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
         engine_of(named),
         schedules,
         named,
-        Run(global_batch=1, precision=precision, attention=attention, **features_of(Values(arguments))),
+        asked,
         arguments.bpipe,
         arguments.delayed or bool(arguments.schedule),
         arguments.tensor_parallel,
@@ -264,6 +275,8 @@ def _recipe_of(arguments: Namespace, question: Question, best: PlannedRun) -> st
         return f"no recipe starts {arguments.framework}: plan for {' or '.join(FRAMEWORKS)} to write files"
     if arguments.framework == "deepspeed" and (best.tensor_parallel * best.context_parallel > 1 or best.stages == 1):
         return "no recipe starts one stage or divided tensors in DeepSpeed: plan with --tensor-parallel 1 --stages P"
+    if question.asked.lora_rank:
+        return f"no recipe starts it: {NO_ADAPTERS}"
     kind = "gpt" if question.model.causal else "bert"
     words = ["evenpipe", "recipe", kind, *words_of(arguments)]
     words += ["--global-batch-size", str(arguments.global_batch_size)]

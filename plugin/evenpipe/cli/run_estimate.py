@@ -15,9 +15,10 @@ from typing import Final
 
 from evenpipe.cli.estimate import show
 from evenpipe.cli.parser import UsageError
-from evenpipe.planner.arguments import FlagError, Pipelined, model_of, run_of
+from evenpipe.planner.arguments import FlagError, Pipelined, Values, model_of, run_of
 from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, framework
 from evenpipe.planner.estimate import Estimator
+from evenpipe.planner.flag_needs import Given, without_effect
 from evenpipe.planner.run import EstimateError
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags
@@ -40,7 +41,7 @@ _MEGATRON: Final = {
     "--schedule": "--evenpipe-schedule",
 }
 _FLAG: Final = re.compile("|".join(rf"{re.escape(ours)}(?![\w-])" for ours in _MEGATRON))
-_UNREAD: Final = (*("cpu_offloading", "optimizer_cpu_offload", "use_megatron_fsdp", "use_torch_fsdp2"),)
+_UNREAD: Final = (*("cpu_offloading", "overlap_cpu_optimizer_d2h_h2d", "use_torch_fsdp2"),)
 _SIZES: Final = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
 
 
@@ -57,7 +58,9 @@ def estimated(arguments: Namespace, run: Callable[[Callable[..., None]], None]) 
         raise UsageError(f"--cluster {error}") from error
     world = {"WORLD_SIZE": nodes.gpus, "LOCAL_WORLD_SIZE": nodes.gpus_per_node, "RANK": 0, "LOCAL_RANK": 0}
     os.environ.update({name: str(value) for name, value in world.items()})
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which Megatron asks for; estimates go by flags
+    # Which Megatron asks for, or under FSDP anything else; estimates go by flags.
+    sharded = any(flag in arguments.flags for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2"))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8" if sharded else "1")
     told: list[tuple[Namespace, EvenPipeConfig, Sequence[Sequence[str]] | None]] = []
     with _one_line(arguments.script):
         run(lambda *known: told.append(known))
@@ -84,7 +87,10 @@ def _print(
         pipelined = pipelined._replace(schedule="1f1b")
     try:
         of = model_of(args, name, causal="bert" not in name.lower())
-        shown = Estimator(of, nodes, framework("megatron"))(run_of(args, pipelined, layout, _expandable()))
+        asked = run_of(args, pipelined, layout, _expandable())
+        names = {word.removeprefix("--").partition("=")[0] for word in arguments.flags if word.startswith("--")}
+        notes = [*notes, *without_effect(Given(names, Values(args), of, asked))]
+        shown = Estimator(of, nodes, framework("megatron"))(asked)
     except (FlagError, DescriptionError) as error:
         raise UsageError(str(error)) from error
     except EstimateError as error:
@@ -101,8 +107,10 @@ def _expandable() -> bool:
 def _unread(args: Namespace) -> list[str]:
     """Flags that change time or memory in ways that the planner does not know."""
     found = [f"--{name.replace('_', '-')}" for name in _UNREAD if getattr(args, name, None)]
-    if getattr(args, "optimizer", "adam") != "adam":
+    if getattr(args, "optimizer", "adam") not in ("adam", "sgd", "muon", "dist_muon"):
         found.append(f"--optimizer {args.optimizer}")
+    if getattr(args, "muon_num_ns_steps", 5) != 5:
+        found.append(f"--muon-num-ns-steps {args.muon_num_ns_steps}")
     if getattr(args, "fp8_recipe", None) == "custom":
         found.append("--fp8-recipe custom")
     return found

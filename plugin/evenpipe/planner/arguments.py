@@ -263,8 +263,6 @@ def _experts(value: Values) -> dict[str, Any]:
 
 
 def _latent(value: Values) -> dict[str, int]:
-    if not value("q_lora_rank", 0):
-        raise FlagError("--multi-latent-attention: queries from low ranks only: give --q-lora-rank")
     return {
         "query_rank": value("q_lora_rank", 0),
         "key_value_rank": value("kv_lora_rank", 512),
@@ -323,7 +321,11 @@ def run_of(
         precision=precision,
         attention=_attention(value),
         sequence_parallel=bool(value("sequence_parallel", False)),
-        sharded_optimizer=bool(value("use_distributed_optimizer", False)),
+        sharded_optimizer=bool(
+            value("use_distributed_optimizer", False)
+            or value("use_layer_wise_distributed_optimizer", False)
+            or value("optimizer", "adam") == "dist_muon"
+        ),
         gradients_in_fp32=bool(in_fp32),
         overlap_collectives=bool(value("async_tensor_model_parallel_allreduce", True)),
         overlap_gradients=bool(value("overlap_grad_reduce", False)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.operations.operation import FusedAttention, Gemm
@@ -12,8 +11,8 @@ from evenpipe.planner.run import Attention, Run
 
 __all__ = ["logged_flops", "model_flops"]
 
-#: A backward has two matrix products where a forward has one.
-_PASSES: Final = 3
+#: A backward has two matrix products where a forward has one, but one where weights are frozen.
+_PASSES, _FROZEN = 3, 2
 
 
 def model_flops(model: Model, run: Run) -> float:
@@ -39,6 +38,7 @@ def _counted(model: Model, run: Run, attention: Attention, left_out: str = "") -
     blocks = Blocks(model, alone)
     for part in parts_of(model, alone):
         for block, count in part.items():
-            counted = [one for one in blocks.operations[block] if one.name != left_out]
-            works = [work.flops for one in counted for work in one.forward if isinstance(work, Gemm | FusedAttention)]
-            yield _PASSES * run.global_batch * count * sum(works)
+            for one in blocks.operations[block]:
+                passes = _FROZEN if run.lora_rank and one.weight_gradient else _PASSES
+                works = [work.flops for work in one.forward if isinstance(work, Gemm | FusedAttention)]
+                yield passes * run.global_batch * count * sum(works) * (one.name != left_out)

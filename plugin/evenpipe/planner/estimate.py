@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Final, NamedTuple
 
 from evenpipe.planner.advice import reason_of, warnings_of
+from evenpipe.planner.beside_compute import beside_moves
 from evenpipe.planner.counted_flops import logged_flops, model_flops
 from evenpipe.planner.descriptions import Cluster, Framework, Model, framework
 from evenpipe.planner.iteration import (
@@ -20,6 +21,7 @@ from evenpipe.planner.iteration import (
     simulated,
 )
 from evenpipe.planner.kernels import FITTED, Calibration, Kernels
+from evenpipe.planner.muon import orthogonalized
 from evenpipe.planner.operations.operation import summed
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import EstimateError, Run
@@ -158,7 +160,8 @@ class Estimator:
             run.check(self.model, self.cluster)
         parts, blocks = parts_of(self.model, run), Blocks(self.model, run)
         kernels = Kernels(run, self.cluster, self.calibration)
-        chunks, times = chunks_of(parts, blocks), part_times(parts, blocks, kernels)
+        chunks = chunks_of(parts, blocks)
+        times = beside_moves(part_times(parts, blocks, kernels), chunks, run, kernels)
         places = programs.spec.places(size)
         placed = [[chunks[n] for n in at] for at in positions_of(places).at]
         units = [[round(chunk.kept_bytes) for chunk in row] for row in placed]
@@ -173,8 +176,14 @@ class Estimator:
         held = stage_bytes(
             chunks, found.saved_bytes, places, found.weight_versions, run, message_bytes, self.cluster.device
         )
-        end = max(self._end(stage, run, chunks, places, kernels, own[stage]) for stage in range(places.stages))
-        iteration_ms = found.makespan_ms + end * _MS
+        where = positions_of(places).at
+        ends = [self._end(stage, run, chunks, places, kernels, own[stage]) for stage in range(places.stages)]
+        if run.optimizer == "muon":
+            ends = [
+                end + orthogonalized([parts[n] for n in at], blocks, run, kernels)
+                for end, at in zip(ends, where, strict=True)
+            ]
+        iteration_ms = found.makespan_ms + max(ends) * _MS
         stages = tuple(
             StageEstimate(nbytes, *ms, sum(wire)) for nbytes, ms, wire in zip(held, own, evictions, strict=True)
         )

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations_with_replacement
 from typing import Any, Final, get_args
 
-from evenpipe.planner.run import Graph, Module, Run
+from evenpipe.planner.run import Adapted, Graph, Module, OffloadModule, Optimizer, Run, Sharding
 
-__all__ = ["add_features", "features_of", "flags_of"]
+__all__ = ["add_features", "features_of", "flags_of", "of_megatron_s_schedules"]
 
 #: Fields of Run that a switch sets: what they mean is at Run.
 _SWITCHES: Final = {
@@ -26,11 +26,19 @@ _CHOICES: Final = {
     "fp4-recipe": ("nvfp4",),
     "moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
     "moe-flex-dispatcher-backend": ("deepep", "hybridep"),
-    "cuda-graph-impl": ("none", "local", "transformer_engine"),
+    "cuda-graph-impl": ("none", "local", "transformer_engine", "full_iteration"),
     "exp-avg-dtype": ("fp32", "fp16", "bf16", "fp8"),
     "exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "data-parallel-sharding-strategy": get_args(Sharding),
+    "optimizer": ("adam", "sgd", "muon", "dist_muon"),
 }
-_LISTS: Final = {"recompute-modules": get_args(Module), "cuda-graph-scope": get_args(Graph)}
+_LISTS: Final = {
+    "recompute-modules": get_args(Module),
+    "cuda-graph-scope": get_args(Graph),
+    "cuda-graph-modules": get_args(Graph),
+    "offload-modules": get_args(OffloadModule),
+    "lora-modules": get_args(Adapted),
+}
 _BYTES: Final = {"fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1, "uint8": 1}
 #: By the bytes of both moments of a parameter, their types.
 _MOMENTS: Final[Mapping[float, tuple[str, str]]] = {
@@ -38,6 +46,9 @@ _MOMENTS: Final[Mapping[float, tuple[str, str]]] = {
     for pair in combinations_with_replacement({"fp8": 1, "bf16": 2, "fp32": 4}.items(), 2)
 }
 _FULL: Final = "full_iteration"
+_OFFLOAD: Final = "optimizer-cpu-offload"
+_FSDP: Final = "use-megatron-fsdp"
+_AWAY: Final = "fine-grained-activation-offloading"
 _NARROW_MOMENTS: Final = "use-precision-aware-optimizer"  # which Megatron wants beside the types of moments
 #: What a graph of whole layers has in it.
 _LAYER: Final[tuple[Graph, ...]] = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
@@ -45,26 +56,57 @@ _LAYER: Final[tuple[Graph, ...]] = ("attn", "mlp", "moe", "moe_router", "moe_pre
 
 def add_features(group: ArgumentParser | _ArgumentGroup) -> None:
     """Add them as options; those that are not given are None, or no attributes where the parser suppresses these."""
-    for option in (*_SWITCHES.values(), _NARROW_MOMENTS):
+    for option in (*_SWITCHES.values(), _NARROW_MOMENTS, _OFFLOAD, _FSDP, _AWAY):
         group.add_argument(f"--{option}", action="store_const", const=True)
     for option, choices in _CHOICES.items():
         group.add_argument(f"--{option}", choices=choices)
     for option, choices in _LISTS.items():
         group.add_argument(f"--{option}", nargs="+", choices=choices, metavar="NAME", help=" | ".join(choices))
+    group.add_argument("--activation-offload-fraction", type=float, metavar="F", help="of groups (default: all)")
+    group.add_argument("--delta-offload-bytes-across-pp-ranks", type=int, metavar="N", help="that a later stage keeps")
+    group.add_argument(
+        "--lora-rank", type=int, metavar="R", help="adapters of Megatron Bridge's (dim); nothing else trains"
+    )
+    group.add_argument("--optimizer-offload-fraction", type=float, metavar="F", help="of parameters (default: all)")
 
 
 def features_of(value: Callable[[str, Any], Any]) -> dict[str, Any]:
     """Return fields of Run. ``value``: gives an argument as Megatron's parser or this one has it, or a default."""
     found: dict[str, Any] = {field: bool(value(option.replace("-", "_"), False)) for field, option in _SWITCHES.items()}
     found["quantized"] = _quantized(value)
+    found["quantized_attention"] &= found["quantized"] not in (None, "nvfp4")
     found["dispatcher"] = "alltoall"
     if value("moe_token_dispatcher_type", "alltoall") == "flex":
         found["dispatcher"] = value("moe_flex_dispatcher_backend", "deepep")
     found["graphs"] = _graphs(value)
     moments = [str(value(f"{name}_dtype", "")).removeprefix("torch.") for name in ("exp_avg", "exp_avg_sq")]
     found["moment_bytes"] = sum(_BYTES.get(name, 4) for name in moments) / len(moments)
+    optimizer = str(value("optimizer", "adam")).removeprefix("dist_")
+    if optimizer in get_args(Optimizer):
+        found["optimizer"] = optimizer
+    found["sharding"] = value("data_parallel_sharding_strategy", "no_shard") if value("use_megatron_fsdp", 0) else None
+    found |= _offloaded(value) | {"lora_rank": value("lora_rank", 0)}
+    if value("lora_rank", 0) and value("lora_modules", None):
+        found["lora_modules"] = tuple(value("lora_modules", ()))
+    found["optimizer_offload"] = 0.0
+    if value("optimizer_cpu_offload", False):
+        # `HybridDeviceOptimizer` hands no types of moments to the optimizers within it.
+        found |= {"optimizer_offload": value("optimizer_offload_fraction", 1.0), "moment_bytes": 4}
     modules = tuple(name for name in value("recompute_modules", None) or () if name in get_args(Module))
     return found | ({"recomputed_modules": modules} if modules else {})
+
+
+def _offloaded(value: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Megatron-LM 0.19 has the fraction and the difference between stages."""
+    if not value("fine_grained_activation_offloading", False):
+        return {"offload_modules": (), "offload_fraction": 1.0, "offload_delta_bytes": 0}
+    names = value("offload_modules", None) or ()
+    fused = ("expert_fc1", "moe_act") if "fused_group_mlp" in names else ()
+    return {
+        "offload_modules": tuple(name for name in (*names, *fused) if name in get_args(OffloadModule)),
+        "offload_fraction": value("activation_offload_fraction", 1.0),
+        "offload_delta_bytes": value("delta_offload_bytes_across_pp_ranks", 0),
+    }
 
 
 def _quantized(value: Callable[[str, Any], Any]) -> str | None:
@@ -76,11 +118,13 @@ def _quantized(value: Callable[[str, Any], Any]) -> str | None:
 
 
 def _graphs(value: Callable[[str, Any], Any]) -> tuple[str, ...]:
-    """Without a scope whole layers are in graphs; older releases have switches of that."""
+    """Without a scope whole layers are in graphs; older releases have switches of that, newer ones modules."""
     older = value("enable_cuda_graph", False) or value("external_cuda_graph", False)
     if value("cuda_graph_impl", "none") == "none":
         return _LAYER if older else ()
-    scope = value("cuda_graph_scope", ())
+    if value("cuda_graph_impl", "none") == _FULL:
+        return (_FULL,)
+    scope = value("cuda_graph_scope", ()) or value("cuda_graph_modules", ())
     names = [str(getattr(one, "name", one)) for one in ([scope] if isinstance(scope, str) else scope)]
     return tuple(name for name in names if name in get_args(Graph)) if names and "full" not in names else _LAYER
 
@@ -88,6 +132,11 @@ def _graphs(value: Callable[[str, Any], Any]) -> tuple[str, ...]:
 def flags_of(run: Run) -> list[tuple[str, ...]]:
     """Return the flags, each with its values, that ask Megatron for them: what `features_of` reads."""
     return [(f"--{option}", *map(str, values)) for option, values in _asked(run)]
+
+
+def of_megatron_s_schedules(run: Run) -> str:
+    """Return the run's flag that only Megatron's own schedules go together with; empty where it has none."""
+    return f"--{_FSDP}" if run.sharding else f"--{_AWAY}" if run.offload_modules else ""
 
 
 def _asked(run: Run) -> Iterable[tuple[str, tuple[Any, ...]]]:
@@ -105,7 +154,26 @@ def _asked(run: Run) -> Iterable[tuple[str, tuple[Any, ...]]]:
     if run.graphs:
         yield "cuda-graph-impl", ("local" if _FULL in run.graphs else "transformer_engine",)
         yield "cuda-graph-scope", run.graphs
-    if run.moment_bytes < 4:
+    if run.lora_rank:
+        yield "lora-rank", (run.lora_rank,)
+        yield "lora-modules", run.lora_modules
+    if run.sharding is not None:
+        yield _FSDP, ()
+        yield "data-parallel-sharding-strategy", (run.sharding,)
+    if run.offload_modules:
+        yield _AWAY, ()
+        yield "offload-modules", run.offload_modules
+        if run.offload_fraction < 1:
+            yield "activation-offload-fraction", (f"{run.offload_fraction:g}",)
+        if run.offload_delta_bytes:
+            yield "delta-offload-bytes-across-pp-ranks", (run.offload_delta_bytes,)
+    if run.optimizer != "adam":
+        yield "optimizer", ("dist_" * (run.optimizer == "muon" and run.sharded_optimizer is not False) + run.optimizer,)
+    if run.optimizer_offload:
+        yield _NARROW_MOMENTS, ()
+        yield _OFFLOAD, ()
+        yield "optimizer-offload-fraction", (f"{run.optimizer_offload:g}",)
+    elif run.moment_bytes < 4:
         yield _NARROW_MOMENTS, ()
         first, second = _MOMENTS[2 * run.moment_bytes]
         yield "exp-avg-dtype", (first,)

@@ -183,31 +183,36 @@ def batch_end(
     micro-batch's backward, all-gathers behind the first one's forward. Those of experts and those of all else hide
     behind the same compute.
     """
+    parameters = parameters.trained if run.lora_rank else parameters
+    embedding = 0 if run.lora_rank else embedding
     gradient = 4 if run.gradients_in_fp32 else 2
     reduced = gathered = stepped = 0.0
-    narrow = run.quantization if run.quantized_parameters else None
+    narrow = run.quantization if run.quantized_parameters and not run.lora_rank else None
     kinds = ((parameters.shared, parameters.narrow), (parameters.expert, parameters.expert))
     for (count, quantized), size, experts in zip(
         kinds, (run.replicas, run.expert_replicas), (False, True), strict=True
     ):
         if not count:
             continue
-        ring = (size - 1) / size
+        ring = 0.0 if run.shards_gradients else (size - 1) / size  # else after every micro-batch
         reduced += kernels.links.reduction(ring * count * gradient, experts)
-        # An all-reduce is a reduce-scatter and a gathering; ZeRO-1 gathers parameters instead of gradients.
-        if not run.sharded_optimizer:
+        # An all-reduce is a reduce-scatter and a gathering; ZeRO-1 gathers parameters instead of gradients, and Muon
+        # beside them, since it shares out whole matrices.
+        if not run.sharded_optimizer or run.optimizer == "muon":
             reduced += kernels.links.reduction(ring * count * gradient, experts)
-        elif narrow is None:
+        ring = 0.0 if run.shards_parameters else (size - 1) / size
+        if run.sharded_optimizer and narrow is None:
             gathered += kernels.links.reduction(ring * count * run.element_bytes, experts)
-        elif narrow.in_the_open:
+        elif run.sharded_optimizer and narrow is not None and narrow.in_the_open:
             stepped += kernels.links.reduction(ring * count * run.element_bytes, experts)
             stepped += kernels.moved(narrow.cast_bytes * quantized)
-        else:
+        elif run.sharded_optimizer and narrow is not None:
             whole = run.element_bytes * (count - quantized) + (narrow.gathered_bytes or 0) * quantized
             gathered += kernels.links.reduction(ring * whole, experts)
-        stepped += kernels.moved(
-            (_STEP_BYTES + _OF_MOMENTS * run.moment_bytes) * count / (size if run.sharded_optimizer else 1)
-        )
+        own = count / (size if run.sharded_optimizer else 1)
+        on_host = run.optimizer_offload * own
+        stepped += kernels.moved((_STEP_BYTES + _OF_MOMENTS * run.moment_bytes) * (own - on_host))
+        stepped += kernels.stepped_on_host(on_host)
     if run.overlap_gradients:
         reduced = max(0.0, reduced - backward)
     if run.overlap_parameters:

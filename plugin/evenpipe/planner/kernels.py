@@ -89,12 +89,12 @@ class Links:
         """Return seconds in which the first stage and the last sum so many bytes that each of them has."""
         run = self._run
         if self._in_pairs or self._span <= self._cluster.gpus_per_node:  # the first and the last are a pair of BPipe's
-            return nbytes / self._peer
+            return nbytes / self._peer(2)
         return nbytes / self._ring(2, self._span // run.stages * (run.stages - 1)) if nbytes else 0.0
 
     def message(self, nbytes: float) -> tuple[float, float]:
         """Latency of a hand-over between neighbours, and seconds on the link; at the slowest boundary."""
-        rate = self._node if self._span > self._cluster.gpus_per_node else self._peer
+        rate = self._node if self._span > self._cluster.gpus_per_node else self._peer(2)
         return self._latency(self._span) * 1e-6, nbytes / rate
 
     @property
@@ -115,12 +115,16 @@ class Links:
         """Latency and seconds on the link between partner stages, which are in one node if it has room for both."""
         both = 2 * self._run.together
         inside = both <= self._cluster.gpus_per_node
-        rate = self._cluster.peer_gbps * 1e9 * self._calibration.copy if inside else self._node
+        rate = self._peer(2) / self._calibration.peer * self._calibration.copy if inside else self._node
         return self._latency(both) * 1e-6, nbytes / rate
 
-    @property
-    def _peer(self) -> float:
-        return self._cluster.peer_gbps * 1e9 * self._calibration.peer
+    def _peer(self, ranks: float) -> float:
+        """Bytes/s of a collective of so many ranks of a node; where links are a mesh, it has those between them."""
+        return self._cluster.peer_gbps * 1e9 * self._calibration.peer * self._linked(ranks)
+
+    def _linked(self, ranks: float) -> float:
+        links = self._cluster.device.peer_links
+        return min(1.0, (max(ranks, 2) - 1) / links) if links else 1.0
 
     def _latency(self, span: int) -> float:
         return self._cluster.latency_us if span <= self._cluster.gpus_per_node else self._cluster.node_latency_us
@@ -128,9 +132,8 @@ class Links:
     def _ring(self, size: int, stride: int) -> float:
         """Bytes/s of a ring. What leaves a node is shared by the rings that do so together; one alone has it all."""
         gpus = self._cluster.gpus_per_node
-        if size * stride <= gpus:
-            return self._peer
-        return min(self._peer, self._node * gpus / min(stride, gpus))
+        peer = self._peer(min(size, max(gpus // stride, 1)))
+        return peer if size * stride <= gpus else min(peer, self._node * gpus / min(stride, gpus))
 
     def dispatch(self, work: Dispatch) -> float:
         """Return seconds in which tokens travel to their experts: to other ranks over the node's links, to other nodes
@@ -152,7 +155,7 @@ class Links:
         far = work.nbytes * abroad * (nodes - 1) / nodes
         links, network = _DISPATCHED[run.dispatcher]
         takes = max(
-            near / (links * self._cluster.peer_gbps * 1e9),
+            near / (links * self._cluster.peer_gbps * 1e9 * self._linked(ranks * run.expert_ways)),
             far / (network * self._cluster.node_gbps * 1e9),
         )
         whole = "full_iteration" in run.graphs
@@ -177,6 +180,9 @@ _HEAD: Final = 128  # width of heads for which a device's attention is given
 _GRAPH_LAUNCH: Final = 1.5e-6  # s from kernel to kernel in a graph
 _OF_COLLECTIVE: Final = 2  # kernels that the host starts for one
 _OF_DISPATCH: Final = 3
+#: Seconds that a node's processors take for a parameter: ZeRO-Offload (Ren et al. 2021) Table 4, CPU-Adam on a DGX-2:
+#: 10 billion parameters in 2.57 s. Newer hosts are faster.
+_HOST_STEP: Final = 2.57e-10
 
 #: Tiles that a matrix product is cut into, and what each reaches of the best (CUTLASS's shapes for tensor cores).
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.65))
@@ -198,6 +204,7 @@ class Kernels:
         self._hidden = calibration.buffered if run.user_buffers else calibration.hidden
         self._attention = calibration.narrow_attention if run.quantized_attention else 1.0
         self._attention *= calibration.around if run.context > 1 else 1.0
+        self._host = 1 / (device.host_gbps * 1e9 * calibration.copy), _HOST_STEP * cluster.gpus_per_node
         self._product = cache(self._gemm)
 
     def seconds(self, works: Iterable[Work]) -> float:
@@ -207,6 +214,17 @@ class Kernels:
     def moved(self, nbytes: float) -> float:
         """Element-wise kernels that read and write so many bytes."""
         return nbytes / self._bytes
+
+    def stepped_on_host(self, parameters: float) -> float:
+        """Return the seconds of a step on the host: fp32 gradients go there, and half-precision weights come back.
+
+        All GPUs of a node share its processors and memory.
+        """
+        return parameters * (6 * self._host[0] + self._host[1])
+
+    def copied_to_host(self, nbytes: float) -> float:
+        """Return the seconds of so many bytes on their way to the host, or back."""
+        return nbytes * self._host[0]
 
     def _of(self, work: Work) -> float:
         match work:

@@ -13,14 +13,18 @@ from evenpipe.schedule import Queues, ScheduleError, Spec, choose
 
 __all__ = [
     "ITERATIONS_WITH_LATE_GRADIENTS",
+    "Adapted",
     "Attention",
     "Dispatcher",
     "EstimateError",
     "Graph",
     "Module",
+    "OffloadModule",
+    "Optimizer",
     "Placement",
     "Recompute",
     "Run",
+    "Sharding",
 ]
 
 
@@ -36,6 +40,15 @@ Module = Literal["core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "moe
 #: What is in CUDA graphs (``--cuda-graph-scope``).
 Graph = Literal["full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess"]
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
+Optimizer = Literal["adam", "sgd", "muon"]
+#: Whose inputs fine-grained offloading takes to the host (``--offload-modules``).
+OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+#: What low-rank adapters are beside, as Megatron Bridge's ``target_modules`` name it.
+Adapted = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+#: What fully sharded replicas divide among themselves (``--data-parallel-sharding-strategy``): ZeRO-0, 1, 2 and 3.
+Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+#: Schedules of Megatron's own, which alone run with these two.
+_MEGATRONS: Final = ("1f1b", "interleaved")
 #: Iterations of 2BW for the loss that one iteration with a flush reaches. PipeDream-2BW §5.1, GPT on Wikitext-103: test
 #: perplexities "match exactly when Vanilla is run for 20% fewer iterations"; `benchmarks/convergence.py` has 20, 27.
 ITERATIONS_WITH_LATE_GRADIENTS: Final = 1 / 0.8
@@ -63,6 +76,13 @@ class Run:
     "full", so many of each part's layers are carried out again, and the others keep all; all are, if left out.
     further_part: the part of the pipeline that predicts further tokens; the last, if left out. fused_softmax: unfused
     attention has Megatron's fused softmax, where the shape allows.
+    optimizer: "muon" for matrices, beside Adam for all else; ``sharded_optimizer`` shares out its matrices whole, as
+    Megatron's layer-wise distributed optimizer does. optimizer_offload: the share of parameters that the host steps,
+    which has their fp32 weights and moments (``--optimizer-cpu-offload``, DeepSpeed's ``offload_optimizer``).
+    sharding: of replicas under FSDP (``--use-megatron-fsdp``); not FSDP, if left out. offload_modules: whose inputs
+    wait on the host for their backward; offload_fraction: of their groups; offload_delta_bytes: that each later stage
+    keeps more than the one before (``--delta-offload-bytes-across-pp-ranks``).
+    lora_rank: of adapters beside ``lora_modules``, which alone are trained (LoRA, Hu et al. 2021); 0: no adapters.
     """
 
     global_batch: int
@@ -108,6 +128,14 @@ class Run:
     recomputed_layers: int | None = None
     further_part: int | None = None
     fused_softmax: bool = True
+    optimizer: Optimizer = "adam"
+    optimizer_offload: float = 0.0
+    sharding: Sharding | None = None
+    offload_modules: tuple[OffloadModule, ...] = ()
+    offload_fraction: float = 1.0
+    offload_delta_bytes: int = 0
+    lora_rank: int = 0
+    lora_modules: tuple[Adapted, ...] = get_args(Adapted)
 
     def of(self, framework: Framework) -> Run:
         """Return the same with ``framework``'s defaults, where nothing is said."""
@@ -115,11 +143,17 @@ class Run:
         filled = replace(self, **framework.model_dump(include=unsaid))
         # Without a flush the newest weights are not those that the next forward runs on: nothing is gathered beside it.
         gathers = filled.overlap_parameters and not (self.delayed and "overlap_parameters" in unsaid)
+        # Muon's first releases reduce and gather beside nothing (`validate_args` of Megatron-LM 0.16).
+        still = self.optimizer == "muon"
+        gathers = gathers and not (still and "overlap_parameters" in unsaid)
+        reduces = filled.overlap_gradients and not (still and "overlap_gradients" in unsaid)
         # Flash attention computes half precision only.
         attention = "unfused" if filled.precision == "fp32" and "attention" in unsaid else filled.attention
         return replace(
             filled,
             attention=attention,
+            sharded_optimizer=filled.sharded_optimizer if self.sharding is None else self.sharding != "no_shard",
+            overlap_gradients=reduces,
             overlap_parameters=gathers,
             sequence_parallel=bool(filled.sequence_parallel) and self.tensor > 1,
             gradients_in_fp32=filled.gradients_in_fp32 or filled.precision == "fp32",
@@ -165,6 +199,16 @@ class Run:
     def micro_batches(self) -> int:
         """Return the number of micro-batches of a replica in an iteration."""
         return self.global_batch // (self.micro_batch * self.data)
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Return whether gradients are reduced after every micro-batch, each rank keeping its part."""
+        return self.sharding in ("optim_grads", "optim_grads_params")
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Return whether weights are gathered for every forward and backward."""
+        return self.sharding == "optim_grads_params"
 
     @property
     def expert_ways(self) -> int:
@@ -238,6 +282,11 @@ class Run:
         if self.recompute not in get_args(Recompute):
             raise EstimateError(f"recompute={self.recompute}: choose one of {', '.join(get_args(Recompute))}")
         self.check_precision(cluster.device)
+        if self.optimizer == "muon" and self.precision == "fp16":
+            raise EstimateError("optimizer=muon: goes with bf16 or fp32, not fp16, in Megatron: choose bf16")
+        if not 0 <= self.optimizer_offload <= 1:
+            raise EstimateError(f"optimizer_offload_fraction={self.optimizer_offload:g}: give a share from 0 to 1")
+        self._check_offload()
         self._fills(cluster)
         heads = ("heads", model.heads) if model.latent else ("key_value_heads", model.key_value_heads)
         self._divides("tensor_parallel", self.tensor, heads[1], f"{model.name}'s {heads[0]}")
@@ -249,6 +298,8 @@ class Run:
         self._divides("context_parallel", self.context, model.sequence, f"{model.name}'s sequence")
         if self.expert > 1 and model.experts is None:
             raise EstimateError(f"expert_parallel={self.expert}: {model.name} has no experts: leave it out")
+        if self.lora_rank and model.experts is not None and {"linear_fc1", "linear_fc2"} & set(self.lora_modules):
+            raise EstimateError("lora_modules: adapters of experts are not described: name linear_qkv, linear_proj")
         if model.experts is not None:
             self._divides("expert_parallel", self.expert, model.experts.count, f"{model.name}'s experts")
             among = self.replicas * self.tensor // self.expert_ways
@@ -264,6 +315,18 @@ class Run:
                 f"× data parallel {self.data}): {max(1, round(self.global_batch / each)) * each} is"
             )
         self._layout(model)
+
+    def _check_offload(self) -> None:
+        if not 0 <= self.offload_fraction <= 1:
+            raise EstimateError(f"activation_offload_fraction={self.offload_fraction:g}: give a share from 0 to 1")
+        if self.offload_delta_bytes < 0:
+            raise EstimateError(f"delta_offload_bytes_across_pp_ranks={self.offload_delta_bytes}: give 0 or more bytes")
+        if "attn_proj" in self.offload_modules and "core_attn" not in self.offload_modules:
+            raise EstimateError("offload_modules: attn_proj's input is what core_attn gives: name core_attn too")
+        for name in ("sharding", "offload_modules"):
+            if getattr(self, name) and (self.bpipe or self.spec.name not in _MEGATRONS):
+                named = "BPipe" if self.bpipe else self.spec.name
+                raise EstimateError(f"{name}: goes with Megatron's own schedules only, not {named}: choose one of both")
 
     def check_precision(self, device: Device) -> None:
         """Raises EstimateError for a precision that the device, or the run's attention, does not compute in."""

@@ -49,20 +49,28 @@ def states(parameters: Parameters, run: Run, versions: int = 1, transposing: boo
     fp32 for the step, each rank its part. fp32: 4, 4 and 8 bytes. ``versions``: of the weights (PipeDream-2BW §3.1: at
     most two); with two, what a rank's own optimizer steps with of the batch before is held while gradients of the next
     accumulate. Quantized weights are kept beside the others, or instead of them; twice on devices ``transposing``.
+    Muon and SGD have one moment, in fp32; Muon for matrices only, beside Adam for all else (``TensorParallelMuon``).
+    What the host steps has its fp32 weights and moments there. ZeRO-2 divides gradients too, ZeRO-3 also weights.
     """
     shards = (run.replicas, run.expert_replicas) if run.sharded_optimizer else (1, 1)
-    of_state = (0 if run.precision == "fp32" else 4) + 2 * run.moment_bytes
-    owned = parameters.shared / shards[0] + parameters.expert / shards[1]
+    trained = parameters.trained if run.lora_rank else parameters
+    copy = 0 if run.precision == "fp32" else 4
+    adams, one = copy + 2 * run.moment_bytes, copy + 4
+    of_matrix, of_other = {"adam": (adams, adams), "muon": (one, adams), "sgd": (one, one)}[run.optimizer]
+    shared = of_matrix * trained.narrow + of_other * (trained.shared - trained.narrow)
+    held = shared / shards[0] + of_matrix * trained.expert / shards[1]
+    owned = trained.shared / shards[0] + trained.expert / shards[1]
     gradient = 4 if run.gradients_in_fp32 else 2
+    part = (parameters.shared / shards[0] + parameters.expert / shards[1]) / parameters.all if parameters.all else 1.0
     weights = run.element_bytes * parameters.all
     if run.quantization is not None:
         replaced = run.element_bytes if run.quantized_parameters else 0
         weights += (parameters.narrow + parameters.expert) * (run.quantization.weight_bytes(transposing) - replaced)
     stepped = 4 + (_STEP_OF_QUANTIZED if run.quantized_parameters else 0)
     return States(
-        weights=versions * weights,
-        gradients=gradient * (parameters.all + (versions - 1) * owned),
-        optimizer=of_state * owned,
+        weights=(part if run.shards_parameters else versions) * weights,
+        gradients=gradient * (owned if run.shards_gradients else trained.all + (versions - 1) * owned),
+        optimizer=(1 - run.optimizer_offload) * held,
         step=0 if run.gradients_in_fp32 else stepped * owned,
     )
 
@@ -104,7 +112,8 @@ class Chunk(NamedTuple):
     """A part of the pipeline on one GPU: parameters; bytes kept of a micro-batch, and those taken in its backward.
 
     ``left_bytes``: kept instead of ``kept_bytes`` between the halves of a split backward. ``attention_mask_bytes``: of
-    those kept, what all of its layers share.
+    those kept, what all of its layers share. ``offloaded_bytes``: that wait on the host, and are not among those kept.
+    ``block``: the most parameters of a block.
     """
 
     parameters: Parameters
@@ -112,6 +121,8 @@ class Chunk(NamedTuple):
     left_bytes: float
     working_bytes: float
     attention_mask_bytes: float = 0.0
+    offloaded_bytes: float = 0.0
+    block: float = 0.0
 
 
 def chunks_of(parts: Sequence[Part], blocks: Blocks) -> list[Chunk]:
@@ -119,11 +130,16 @@ def chunks_of(parts: Sequence[Part], blocks: Blocks) -> list[Chunk]:
     return [
         Chunk(
             parameters_of(part, blocks),
-            sum(count * blocks.recomputed(block).kept_bytes for block, count in part.items())
+            sum(
+                count * (blocks.recomputed(block).kept_bytes - blocks.offloaded(block)) for block, count in part.items()
+            )
             + blocks.attention_mask_bytes(part),
             sum(count * blocks.left_bytes(block) for block, count in part.items()),
-            max((_working(block, blocks) for block in part), default=0.0),
+            # Two layers' activations are on their way to the host or back.
+            max((_working(block, blocks) + 2 * blocks.offloaded(block) for block in part), default=0.0),
             blocks.attention_mask_bytes(part),
+            sum(count * blocks.offloaded(block) for block, count in part.items()),
+            max((total(blocks.operations[block]).all for block in part), default=0.0),
         )
         for part in parts
     ]
@@ -160,19 +176,39 @@ def stage_bytes(
         own = [chunks[places.position(stage, chunk)] for chunk in range(places.chunks)]
         held = stage_states(own, run, versions, device.transposing)
         # A hand-over's input and output, each with its gradient, whole where sequence parallelism divides them.
-        working = max(chunk.working_bytes for chunk in own) + 2 * message_bytes
-        beside = max(slack(run) * (saved[stage] + working), held.step) - saved[stage]
+        working = max(chunk.working_bytes for chunk in own) + 2 * message_bytes + _in_flight(own, run)
+        kept = saved[stage] + _not_offloaded(own, saved[stage], stage, run)
+        beside = max(slack(run) * (kept + working), held.step) - kept
         found.append(
             StageBytes(
                 weights=round(held.weights),
                 gradients=round(held.gradients),
                 optimizer=round(held.optimizer),
-                activations=saved[stage],
+                activations=kept,
                 buffers=round(beside),
                 communicators=round(device.reserve_gib * _GIB),
             )
         )
     return found
+
+
+#: Parameters that Megatron-FSDP has on their way at least: gradients, and half as many that are gathered ahead.
+_UNIT: Final = 1e9
+
+
+def _in_flight(own: Sequence[Chunk], run: Run) -> float:
+    """Return the bytes of weights and gradients that are whole for a while (``megatron_fsdp.py``)."""
+    every, block = sum(chunk.parameters.all for chunk in own), max(chunk.block for chunk in own)
+    weights = run.element_bytes * min(every, block + max(_UNIT / 2, block)) if run.shards_parameters else 0.0
+    gradient = 4 if run.gradients_in_fp32 else 2
+    return weights + (gradient * min(every, max(_UNIT, 2 * block)) if run.shards_gradients else 0.0)
+
+
+def _not_offloaded(own: Sequence[Chunk], saved: int, stage: int, run: Run) -> int:
+    """Return what a later stage keeps, so that all have as much on the host; no more than it would have there."""
+    kept = sum(chunk.kept_bytes for chunk in own)
+    away = sum(chunk.offloaded_bytes for chunk in own)
+    return round(min(stage * run.offload_delta_bytes, saved / kept * away)) if away and kept else 0
 
 
 def stage_states(own: Sequence[Chunk], run: Run, versions: int, transposing: bool) -> States:

@@ -107,6 +107,11 @@ def _without_source(model: Model, cluster: Cluster, run: Run) -> str:
         "with further predicted tokens and no experts": model.mtp_layers > 0 and not experts,
         "of an encoder": not model.causal,
         f"under {run.spec.name}": run.spec.name not in _SCHEDULES,
+        f"with {run.optimizer}": run.optimizer != "adam",
+        "with an optimizer on the host": run.optimizer_offload > 0,
+        "with LoRA": run.lora_rank > 0,
+        "with fully sharded replicas": run.sharding is not None,
+        "with activations on the host": bool(run.offload_modules),
         f"with context parallelism on {device}": run.context > 1 and device not in _TUNED_DEVICES,
     }
     return next((kind for kind, lacking in kinds.items() if lacking), "")

@@ -12,6 +12,7 @@ from typing import Final
 
 from evenpipe.planner.descriptions import Cluster, framework
 from evenpipe.planner.estimate import Estimate, Estimator
+from evenpipe.planner.features import of_megatron_s_schedules
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.recipes.megatron import described_by
 from evenpipe.recipes.recipe import RecipeError
@@ -107,6 +108,8 @@ def convert(line: Line, nodes: Cluster) -> Converted:
         raise RecipeError(
             "--from-flags: EvenPipe's flags are in this line already: put `-m evenpipe run` before the script"
         )
+    if flag := of_megatron_s_schedules(found.run):
+        raise RecipeError(f"{flag}: EvenPipe's schedules run without it: leave it out")
     if found.run.stages < 2:
         raise RecipeError(
             "--pipeline-model-parallel-size 1: one stage is no pipeline: `evenpipe plan` says whether more would pay"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
-from evenpipe.planner.arguments import FlagError, Pipelined, model_of, parse_flags, run_of
+from evenpipe.planner.arguments import FlagError, Pipelined, Values, model_of, parse_flags, run_of
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.features import flags_of
+from evenpipe.planner.flag_needs import Given, without_effect
 from evenpipe.planner.run import Run
 from evenpipe.recipes.recipe import Recipe, series
 from evenpipe.recipes.rendering import Flag, Group, Line, Variable, lines
@@ -71,7 +73,7 @@ def _latent(model: Model) -> list[Line]:
     if latent is None:
         return []
     return [
-        [Flag("multi-latent-attention"), Flag("q-lora-rank", latent.query_rank)],
+        [Flag("multi-latent-attention"), *([Flag("q-lora-rank", latent.query_rank)] * (latent.query_rank > 0))],
         [Flag("kv-lora-rank", latent.key_value_rank), Flag("v-head-dim", latent.value_dim)],
         [Flag("qk-head-dim", latent.plain_dim), Flag("qk-pos-emb-head-dim", latent.rotary_dim)],
     ]
@@ -129,7 +131,8 @@ def _parallel(model: Model, run: Run) -> tuple[Line, ...]:
                 and Flag("expert-tensor-parallel-size", run.expert_tensor)
             ],
             [Flag("micro-batch-size", run.micro_batch), Flag("global-batch-size", run.global_batch)],
-            [run.sharded_optimizer and Flag("use-distributed-optimizer")],
+            # `--optimizer dist_muon` shares out its states itself.
+            [run.sharded_optimizer and run.optimizer != "muon" and Flag("use-distributed-optimizer")],
             [
                 run.overlap_gradients and Flag("overlap-grad-reduce"),
                 run.overlap_gradients
@@ -149,6 +152,16 @@ def _evenpipe(run: Run) -> tuple[Line, ...]:
     return lines([[Flag("evenpipe-schedule", run.spec.name), grouped or None, run.bpipe and Flag("bpipe")]])
 
 
+def _taken(run: Run) -> Run:
+    """Return the run without what Megatron refuses at its sizes, where it would have nothing to do."""
+    interleaved = run.stages == 1 or run.chunks > 1
+    return replace(
+        run,
+        user_buffers=run.user_buffers and bool(run.sequence_parallel),
+        overlap_experts=run.overlap_experts and run.expert > 1 and interleaved and run.recompute != "full",
+    )
+
+
 def _memory(run: Run) -> tuple[Line, ...]:
     full = run.recompute == "full"
     block = run.recomputed_layers is not None
@@ -158,7 +171,7 @@ def _memory(run: Run) -> tuple[Line, ...]:
             [run.precision == "fp16" and run.gradients_in_fp32 and Flag("accumulate-allreduce-grads-in-fp32")],
             [run.precision == "bf16" and not run.gradients_in_fp32 and Flag("grad-reduce-in-bf16")],
             [run.attention == "unfused" and Flag("attention-backend", "unfused")],
-            *([Flag(name.removeprefix("--"), tuple(values) or None)] for name, *values in flags_of(run)),
+            *([Flag(name.removeprefix("--"), tuple(values) or None)] for name, *values in flags_of(_taken(run))),
             [run.recompute != "none" and Flag("recompute-granularity", run.recompute)],
             [
                 full and Flag("recompute-method", "block" if block else "uniform"),
@@ -250,7 +263,8 @@ def described_by(
 ) -> Described:
     """``vocabulary``: where no flag says it. ``expandable``: as `run_of` has it.
 
-    Raises FlagError, one line, DescriptionError for a model that is none.
+    Raises FlagError, one line, DescriptionError for a model that is none, EstimateError for an option that Megatron
+    refuses with the others.
     """
     settings, left = settings_of(flags)
     args, unread = parse_flags(left)
@@ -263,6 +277,8 @@ def described_by(
         group = 1 if settings.group_size == "auto" else settings.group_size
         pipelined = Pipelined(settings.schedule or "1f1b", settings.bpipe, group)
     run = run_of(args, pipelined, layout, expandable)
+    names = {word.removeprefix("--").partition("=")[0] for word in left if word.startswith("--")}
+    without_effect(Given(names, Values(args), of, run))
     return Described(of, run, settings, [word for word in unread if word.startswith("--")])
 
 

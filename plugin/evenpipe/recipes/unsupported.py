@@ -13,7 +13,7 @@ from evenpipe.planner.search.question import Engine
 from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, Framework, Launcher, Recipe, RecipeError, Settings, series
 from evenpipe.schedule import ScheduleError
 
-__all__ = ["refuse", "refuse_before_planning", "refuse_divided"]
+__all__ = ["NO_ADAPTERS", "refuse", "refuse_before_planning", "refuse_divided"]
 
 #: The last series of Megatron-LM that has pretrain_bert.py.
 _LAST_BERT = (0, 17)
@@ -34,6 +34,7 @@ _IMAGE: Final = re.compile(
     re.ASCII,
 )
 _EXAMPLE_IMAGE: Final = "nvcr.io/nvidia/pytorch:25.09-py3"
+NO_ADAPTERS: Final = "--lora-rank: pretrain_gpt.py has no adapters: leave it out, or train with Megatron Bridge"
 _NAMED = "abcdefghijklmnopqrstuvwxyz0123456789-"
 
 
@@ -46,6 +47,8 @@ def refuse_before_planning(kind: str, model: Model, framework: Framework, settin
 def refuse(recipe: Recipe, engine: Engine) -> None:
     """Raise RecipeError for the first reason why the recipe cannot be started. Raises EstimateError too."""
     recipe.run.check(recipe.model, recipe.cluster)
+    if recipe.run.lora_rank:
+        raise RecipeError(NO_ADAPTERS)
     for line in (*_of_run(recipe.model, recipe.run, recipe.framework, engine), *_of_launcher(recipe)):
         raise RecipeError(line)
 

@@ -253,9 +253,7 @@ def _experts(config: _Config, layers: int, ffn: int) -> dict[str, Any]:
 
 
 def _latent(config: _Config) -> dict[str, Any]:
-    if config("q_lora_rank") is None:
-        raise config.wrong("q_lora_rank", "makes queries without a low rank, which the planner does not describe")
-    sizes = {name: config.size(key) for name, key in _OF_LATENT.items()}
+    sizes = {name: config.size(key, optional=name == "query_rank") for name, key in _OF_LATENT.items()}
     return {"latent": sizes, "head_dim": sizes["value_dim"], "key_value_heads": 0}
 
 

@@ -70,9 +70,10 @@ class Device(Described):
     want both operands with the summed dimension last. elementwise: share of ``memory_gbps`` that element-wise kernels
     reach. memory_gib: what ``torch.cuda.mem_get_info`` has as total. reserve_gib: CUDA's context, libraries and NCCL's
     communicators. memory_gbps, host_gbps: 10^9 bytes/s to its own memory and, one way, to the host's. peer_gbps: to
-    other GPUs of its node, one way. launch_us: a kernel, at least; host_us: what a process takes to start one, 13.6, if
-    left out. attention: share of ``tflops`` that fused attention reaches forward and backward. framework: the oldest
-    that is run on it, where that is newer than what a model was trained with.
+    other GPUs of its node, one way; peer_links: to how many, each over a link of its own, if they are a mesh.
+    launch_us: a kernel, at least; host_us: what a process takes to start one, 13.6, if left out. attention: share of
+    ``tflops`` that fused attention reaches forward and backward. framework: the oldest that is run on it, where that is
+    newer than what a model was trained with.
     """
 
     tflops: Mapping[Rate, _Teraflops] = Field(min_length=1)
@@ -85,6 +86,7 @@ class Device(Described):
     reserve_gib: float = Field(ge=0)
     memory_gbps: float = Field(gt=0)
     peer_gbps: float = Field(gt=0)
+    peer_links: int = Field(default=0, ge=0)
     host_gbps: float = Field(gt=0)
     launch_us: float = Field(ge=0)
     host_us: float = Field(default=13.6, ge=0)
@@ -170,10 +172,12 @@ class Experts(Values):
 class Latent(Values):
     """Multi-head latent attention (DeepSeek-V2 §2.1): ranks of what queries, and keys and values, are made from.
 
+    query_rank: 0 where queries are made from the hidden state itself (Moonlight, DeepSeek-V2-Lite).
+
     A head's query and key have ``plain_dim`` + ``rotary_dim`` elements, its value ``value_dim``.
     """
 
-    query_rank: int = Field(ge=1)
+    query_rank: int = Field(default=0, ge=0)
     key_value_rank: int = Field(ge=1)
     plain_dim: int = Field(ge=1)
     rotary_dim: int = Field(ge=1)

@@ -112,10 +112,15 @@ def _latent(shard: Shard) -> tuple[list[Operation], Sizes]:
     down = latent.query_rank + latent.key_value_rank + latent.rotary_dim
     of_down = shard.tokens / (t if shard.run.sequence_parallel else 1)
     n = shard.tokens * a * (2 * key + latent.value_dim)
+    if latent.query_rank:
+        queries = shard.linear("qkv.queries", a * key, latent.query_rank)
+    else:  # from the hidden state, as the down-projection, which keeps it for both unless each quantizes its own
+        queries = _behind_norm(shard, "qkv.queries", a * key)
+        queries = queries if shard.run.quantization else replace(queries, saved_bytes=0, source=None)
     return [
         _behind_norm(shard, "qkv.down", down, None, tokens=of_down),
         shard.norm("qkv.norm", of_down * down, down),
-        replace(shard.linear("qkv.queries", a * key, latent.query_rank), module=up),
+        replace(queries, module=up),
         replace(
             shard.linear("qkv.keys_values", a * (latent.plain_dim + latent.value_dim), latent.key_value_rank), module=up
         ),
@@ -154,6 +159,7 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
             Moved(added, 3 * (run.context - 1)),
         ]
     if run.attention == "flash":
+        frozen = run.lora_rank > 0 and "linear_proj" not in run.lora_modules
         flops = 2 * queries * length * (key + value) * heads * _seen(model)
         # Backward computes the scores again (FlashAttention-2 §3.1): five products where forward has two. It adds the
         # queries' gradient up in fp32 beside a number a row, and has gradients of keys and values for each head of
@@ -167,7 +173,7 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
                 (FusedAttention(flops, key, False), *exchanged),
                 (FusedAttention(2.5 * flops, key, True), *exchanged, *exchanged),
                 # The logarithm of each row's sum; and its output, unless that is kept as the projection's input.
-                saved_bytes=(4 + (e * value if run.quantization else 0)) * queries * heads,
+                saved_bytes=(4 + (e * value if run.quantization or frozen else 0)) * queries * heads,
                 scratch_bytes=scratch,
                 module=core,
                 source=core,
@@ -308,13 +314,14 @@ def _expert_products(shard: Shard, name: str, own: float, routed: float, outputs
     t = shard.run.expert_ways
     half = Collective((t - 1) / t * shard.run.element_bytes * routed * shard.model.hidden, "tensor")
     collected = (half,) if t > 1 else ()
+    trained = not shard.run.lora_rank
     return Operation(
         name,
         (*shard.casts(routed * inputs, narrow, times=casts), made, *collected),
         (*shard.casts(routed * outputs, narrow, times=casts), of_input, *collected),
-        (of_weight,),
+        (of_weight,) if trained else (),
         Parameters(0, own * (outputs * inputs + (outputs if shard.model.biases else 0))),
-        saved_bytes=shard.run.operand_bytes(made.quantized) * routed * inputs,
+        saved_bytes=shard.run.operand_bytes(made.quantized) * routed * inputs if trained else 0,
         module="moe",
     )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.quantized import Quantization
-from evenpipe.planner.run import Graph, Module, Run
+from evenpipe.planner.run import Adapted, Graph, Module, Run
 
 __all__ = [
     "Collective",
@@ -97,16 +97,23 @@ Work: TypeAlias = Gemm | FusedAttention | Moved | Collective | Dispatch
 class Parameters(NamedTuple):
     """Numbers of parameters on one GPU: of what every data-parallel rank has, and of experts.
 
-    narrow: of the shared ones, those of linear layers, which a run may quantize, as it may all experts'.
+    narrow: of the shared ones, those of linear layers, which a run may quantize, as it may all experts'. adapters: of
+    the shared ones, those of LoRA, which then alone are trained.
     """
 
     shared: float = 0
     expert: float = 0
     narrow: float = 0
+    adapters: float = 0
 
     @property
     def all(self) -> float:
         return self.shared + self.expert
+
+    @property
+    def trained(self) -> Parameters:
+        """Return LoRA's adapters alone, which are matrices."""
+        return Parameters(self.adapters, narrow=self.adapters, adapters=self.adapters)
 
     def times(self, count: float) -> Parameters:
         return Parameters(*(count * own for own in self))
@@ -152,6 +159,13 @@ def total(operations: Iterable[Operation]) -> Parameters:
     return summed(one.parameters for one in operations)
 
 
+#: Linear layers that Megatron Bridge's adapters are beside, by the name of their operation.
+_ADAPTED: Final[Mapping[str, Adapted]] = {
+    "qkv": "linear_qkv",
+    "projection": "linear_proj",
+    "fc1": "linear_fc1",
+    "fc2": "linear_fc2",
+}
 Split = Literal["column", "row"]
 
 
@@ -205,13 +219,37 @@ class Shard:
         forward, backward = self.collectives(split, m * whole, made, of_input, of_weight)
         biases = self.model.hidden if split == "row" else outputs
         weights = outputs * inputs
-        return Operation(
+        found = Operation(
             name,
             (*self.casts(kept, narrow, behind_norm), made, *forward),
             (*self.casts(m * outputs, narrow), of_input, *backward),
             (of_weight,),
             Parameters(weights + (biases if self.model.biases else 0), narrow=weights if quantized else 0),
             saved_bytes=self.run.operand_bytes(made.quantized) * kept,
+        )
+        return self.frozen(found, m, outputs, inputs, kept) if self.run.lora_rank else found
+
+    def frozen(self, of: Operation, m: float, outputs: float, inputs: float, kept: float) -> Operation:
+        """Return the operation without a gradient of its weights, for which it keeps nothing; with LoRA's adapter.
+
+        That is y + B (A x), in the run's precision: x goes through dropout, and the products are added.
+        """
+        without = replace(of, weight_gradient=(), saved_bytes=0)
+        if _ADAPTED.get(of.name) not in self.run.lora_modules:
+            return without
+        r, e = self.run.lora_rank, self.run.element_bytes
+        down, up = Gemm(m, r, inputs), Gemm(m, outputs, r)
+        back = Gemm(m, r, outputs), Gemm(m, inputs, r)
+        moved = Moved(e * m * (2 * inputs + 3 * outputs), 3)
+        return replace(
+            without,
+            forward=(*of.forward, down, up, moved),
+            backward=(*of.backward, *back, moved),
+            weight_gradient=(Gemm(inputs, r, m), Gemm(r, outputs, m)),
+            parameters=of.parameters._replace(
+                shared=of.parameters.shared + r * (inputs + outputs), adapters=r * (inputs + outputs)
+            ),
+            saved_bytes=e * (kept + m * r),
         )
 
     def casts(

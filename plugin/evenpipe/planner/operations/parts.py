@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.operations.layer import attention, attention_mask_bytes, experts, mlp
 from evenpipe.planner.operations.operation import Collective, Moved, Operation, Parameters, Shard
-from evenpipe.planner.run import Run
+from evenpipe.planner.run import OffloadModule, Run
 
 __all__ = ["Block", "Blocks", "Part", "parts_of"]
 
@@ -111,6 +111,15 @@ class Blocks:
             [one for one in operations if one.source in again],
         )
 
+    def offloaded(self, block: Block) -> float:
+        """Return the bytes of the block that wait on the host; none of what is not kept."""
+        run = self.run
+        if not run.offload_modules or (run.recompute == "full" and block in _RECOMPUTED):
+            return 0.0
+        names = {name for module in run.offload_modules for name in _INPUTS[module]}
+        kept = (one for one in self.operations[block] if one.name in names and one.source not in run.again)
+        return run.offload_fraction * sum(one.saved_bytes for one in kept)
+
     def left_bytes(self, block: Block) -> float:
         """Return what the input gradient of the block leaves for its weight gradient, recomputed or not."""
         return sum(one.left_bytes(self.run) for one in self.operations[block])
@@ -127,6 +136,16 @@ class Recomputed(NamedTuple):
     regained: list[Operation]
 
 
+#: The operations that keep a module's input.
+_INPUTS: Final[Mapping[OffloadModule, tuple[str, ...]]] = {
+    "attn_norm": ("input_norm",),
+    "qkv_linear": ("qkv", "qkv.down", "qkv.queries"),
+    "core_attn": ("core_attention.rotation",),
+    "attn_proj": ("projection",),
+    "mlp_norm": ("mlp_norm",),
+    "expert_fc1": ("experts.fc1",),
+    "moe_act": ("experts.activation",),
+}
 _OF_A_TOKEN = 17  # the loss keeps its label, whether that is another rank's, and its weight and loss in fp32
 
 
@@ -136,9 +155,10 @@ def embedding(shard: Shard, positions: bool = True) -> list[Operation]:
     Each tensor-parallel rank has a part of the vocabulary: what it lacks comes by an all-reduce, or, where the sequence
     is divided, a reduce-scatter, whose gradient is gathered.
     """
-    model, e, n = shard.model, shard.run.element_bytes, shard.residual
+    model, run, n = shard.model, shard.run, shard.residual
+    e = run.element_bytes
     learned = positions and model.positions == "learned"
-    count = model.vocabulary * model.hidden / shard.run.tensor
+    count = model.vocabulary * model.hidden / run.tensor
     count += (model.max_positions or model.sequence) * model.hidden if learned else 0
     mask, indices = int(model.dropout), 1 + learned
     moved = Moved((3 * e + mask) * n, 3)
@@ -147,7 +167,7 @@ def embedding(shard: Shard, positions: bool = True) -> list[Operation]:
         Operation(
             "embedding",
             (moved, *summed),
-            (moved, *gathered),
+            () if run.lora_rank else (moved, *gathered),
             (),
             Parameters(count),
             mask * n + 8 * indices * shard.tokens,
