@@ -22,7 +22,7 @@ from evenpipe.planner.run import EstimateError
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags
 
-__all__ = ["estimated", "in_megatron", "smallest_cluster"]
+__all__ = ["estimated", "expandable", "in_megatron", "smallest_cluster"]
 
 _CLUSTER: Final = "a100-80gb"
 #: Flags of `evenpipe estimate` as Megatron spells them.
@@ -84,7 +84,7 @@ def _print(
         pipelined = pipelined._replace(schedule="1f1b")
     try:
         of = model_of(args, name, causal="bert" not in name.lower())
-        shown = Estimator(of, nodes, framework("megatron"))(run_of(args, pipelined, layout, _expandable()))
+        shown = Estimator(of, nodes, framework("megatron"))(run_of(args, pipelined, layout, expandable()))
     except (FlagError, DescriptionError) as error:
         raise UsageError(str(error)) from error
     except EstimateError as error:
@@ -92,7 +92,7 @@ def _print(
     show(shown, of, nodes, arguments.json, in_megatron, *notes)
 
 
-def _expandable() -> bool:
+def expandable() -> bool:
     """Return whether the allocator that the script would have gives back what fragments take."""
     said = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     return "expandable_segments:true" in said.lower()
