@@ -18,7 +18,8 @@ from evenpipe.recipes.megatron import described_by
 NODES = cluster("2x8-h100")
 TYPED = shlex.split(
     "torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 "
-    "--num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --lr=1e-4 --data-path '/a b' --bf16 --vocab-size 128256 "
+    "--num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --lr=1e-4 "
+    "--data-path '/a b' --bf16 --vocab-size 128256 "
     "--tensor-model-parallel-size=2 --sequence-parallel --pipeline-model-parallel-size 4 --micro-batch-size 1 "
     "--num-layers-per-virtual-pipeline-stage 4 --global-batch-size 64 --use-distributed-optimizer "
     "--recompute-activations --accumulate-allreduce-grads-in-fp32 --hidden-dropout 0 --attention-dropout 0"

@@ -23,7 +23,7 @@ from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, fr
 from evenpipe.planner.fit.answers import Answers, Asked, answers, by_evenpipe
 from evenpipe.planner.fit.moves import NARROWER, SHORT, Aspect, changed, modules_of
 from evenpipe.planner.fit.weighing import Weighing
-from evenpipe.planner.run import EstimateError, Run
+from evenpipe.planner.run import EstimateError, Module, Run
 from evenpipe.planner.search.search import EQUAL, Planned
 from evenpipe.planner.uncertainty import Uncertainty
 from evenpipe.recipes.edits import edited, flag_changes
@@ -226,7 +226,9 @@ def _asked(read: _Read, keep: frozenset[Aspect]) -> tuple[Asked, list[str]]:
         return flag_changes(line, edited(line, model, run, new, os.environ))
 
     weighing = Weighing(model, read.cluster, of, lambda one: one == run or starts(one))
-    modules = modules_of(model, run, grouped)
+    # Without Transformer Engine, Megatron carries out no other module again than attention's core.
+    local = _option(line.flags, "--transformer-impl") == "local"
+    modules: tuple[Module, ...] = ("core_attn",) if local else modules_of(model, run, grouped)
     return Asked(weighing, run, engine_of(of), keep, flags, modules, schedules, bpipe), notes
 
 
