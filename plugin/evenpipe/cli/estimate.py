@@ -156,12 +156,17 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
     )
     console.print(title, style="bold")
     parts = ("weights", "grads", "optim", "saved", "buffers", "comm")
-    caption = f"GiB, of {nodes.device.memory_gib:g}; milliseconds of a micro-batch"
+    caption = (
+        f"GiB, of {nodes.device.memory_gib:g}; milliseconds of a micro-batch; waits: the rest of an iteration, for "
+        "other stages, replicas and the step"
+    )
     rows = []
     for number, stage in enumerate(shown.stages):
         held = [f"{nbytes / _GIB:.2f}" for nbytes in (*stage.bytes, stage.bytes.total)]
-        rows.append((str(number), *held, f"{stage.forward_ms:.4g}", f"{stage.backward_ms:.4g}"))
-    print_table(console, ("stage", *parts, "total", "forward", "backward"), rows, caption, optional=parts)
+        computes = run.micro_batches * (stage.forward_ms + stage.backward_ms) / shown.iteration_ms
+        times = f"{stage.forward_ms:.4g}", f"{stage.backward_ms:.4g}", f"{max(0.0, 1 - computes):.0%}"
+        rows.append((str(number), *held, *times))
+    print_table(console, ("stage", *parts, "total", "forward", "backward", "waits"), rows, caption, optional=parts)
     sure = shown.uncertainty
     console.print(
         f"{'fits' if shown.fits else 'does not fit'}; iteration {shown.iteration_ms:,.0f} ms ({sure}: "

@@ -158,6 +158,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "candidates": "show which group sizes k and micro-batch sizes b of kfkb fit into memory",
     "estimate": "estimate memory, time and MFU of a run from descriptions of model and cluster",
     "plan": "find the fastest runs of a model that fit a cluster",
+    "fit": "find the fewest flags to change so that a run fits, and those that make it fast",
     "recipe": "write a planned run as files that start it: scripts, configuration, job",
     "partition": "find where to cut a model into stages, node by node, and what to swap or recompute",
     "train": "train a GPT or BERT, of megatron-core or in plain PyTorch, or what a plan cuts, under a schedule",

@@ -24,7 +24,7 @@ from evenpipe.planner.search.search import search
 from evenpipe.recipes import Recipe, RecipeError, Settings
 from evenpipe.recipes.checking import Checked, check
 from evenpipe.recipes.files import files_of, write_files
-from evenpipe.recipes.from_flags import convert, read_line
+from evenpipe.recipes.from_flags import convert, line_of
 from evenpipe.recipes.reading import Written, read_folder
 from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, read_plan, run_of_plan
 from evenpipe.recipes.unsupported import refuse, refuse_before_planning, refuse_divided
@@ -104,7 +104,7 @@ _SECTION = '"evenpipe": { "schedule": "1f1b", "bpipe": true }'
 def show_converted(words: Sequence[str], on: str | None) -> None:
     """Print the difference and the new line. UsageError, one line, for what cannot be told or does not fit."""
     try:
-        line = read_line(words[1:] if words[:1] == ["--"] else words)
+        line = line_of(words[1:] if words[:1] == ["--"] else words)
         nodes = cluster(on or smallest_cluster(_CLUSTER, cluster(_CLUSTER).gpus_per_node, line.flags))
         found = convert(line, nodes)
     except (RecipeError, FlagError, DescriptionError) as error:

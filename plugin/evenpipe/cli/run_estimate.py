@@ -23,7 +23,7 @@ from evenpipe.planner.run import EstimateError
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags
 
-__all__ = ["estimated", "in_megatron", "smallest_cluster"]
+__all__ = ["estimated", "expandable", "in_megatron", "smallest_cluster"]
 
 _CLUSTER: Final = "a100-80gb"
 #: Flags of `evenpipe estimate` as Megatron spells them.
@@ -87,7 +87,7 @@ def _print(
         pipelined = pipelined._replace(schedule="1f1b")
     try:
         of = model_of(args, name, causal="bert" not in name.lower())
-        asked = run_of(args, pipelined, layout, _expandable())
+        asked = run_of(args, pipelined, layout, expandable())
         names = {word.removeprefix("--").partition("=")[0] for word in arguments.flags if word.startswith("--")}
         notes = [*notes, *without_effect(Given(names, Values(args), of, asked))]
         shown = Estimator(of, nodes, framework("megatron"))(asked)
@@ -98,7 +98,7 @@ def _print(
     show(shown, of, nodes, arguments.json, in_megatron, *notes)
 
 
-def _expandable() -> bool:
+def expandable() -> bool:
     """Return whether the allocator that the script would have gives back what fragments take."""
     said = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     return "expandable_segments:true" in said.lower()

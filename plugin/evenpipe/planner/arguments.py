@@ -155,6 +155,16 @@ _NUMBERS: Final = (
 )
 
 
+#: Flags of models whose layers are not described.
+_UNDESCRIBED: Final = {
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "experimental_attention_variant": "--experimental-attention-variant",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern",
+    "hybrid_override_pattern": "--hybrid-override-pattern",
+    "is_hybrid_model": "--is-hybrid-model",
+}
+
+
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise FlagError(message)
@@ -172,23 +182,16 @@ def parse_flags(flags: Sequence[str]) -> tuple[Namespace, list[str]]:
     for name in _SWITCHES:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--disable-bias-linear", action="store_false", dest="add_bias_linear")
+    parser.add_argument("--no-overlap-p2p-communication", action="store_false", dest="overlap_p2p_comm")
     parser.add_argument("--window-size", type=lambda text: tuple(map(int, text.strip("()").split(","))))
     parser.add_argument("--window-attn-skip-freq", type=int)
+    for name, flag in _UNDESCRIBED.items():
+        parser.add_argument(flag, dest=name, nargs="?", const=True)
     add_features(parser)
     found, unknown = parser.parse_known_args(flags)
     if (frequency := getattr(found, "moe_layer_freq", "")).isdigit():
         found.moe_layer_freq = int(frequency)
     return found, unknown
-
-
-#: Flags of models whose layers are not described.
-_UNDESCRIBED: Final = {
-    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
-    "experimental_attention_variant": "--experimental-attention-variant",
-    "hybrid_layer_pattern": "--hybrid-layer-pattern",
-    "hybrid_override_pattern": "--hybrid-override-pattern",
-    "is_hybrid_model": "--is-hybrid-model",
-}
 
 
 def undescribed(args: Namespace) -> str | None:
@@ -203,7 +206,7 @@ def model_of(args: Namespace, name: str, causal: bool = True) -> Model:
     """
     value = Values(args)
     if (flag := undescribed(args)) is not None:
-        raise FlagError(f"{flag}: estimates are of GPT and BERT with equal layers: leave --estimate out")
+        raise FlagError(f"{flag}: estimates are of GPT and BERT with equal layers: none can be made of this run")
     said: dict[str, Any] = {
         "layers": value.needed("num_layers"),
         "hidden": value.needed("hidden_size"),
@@ -292,7 +295,7 @@ def run_of(
     stages, chunks = value("pipeline_model_parallel_size", 1), value("virtual_pipeline_model_parallel_size", None) or 1
     in_groups = value("microbatch_group_size_per_vp_stage", None) if chunks > 1 else None
     ours = pipelined.schedule is not None or pipelined.bpipe
-    waits = () if ours else ("1f1b",) if value("overlap_p2p_comm", False) else ("1f1b", "interleaved")
+    waits = () if ours else ("1f1b",) if chunks == 1 or value("overlap_p2p_comm", True) else ("1f1b", "interleaved")
     further = [n for n, kinds in enumerate(layout or ()) if "mtp" in kinds]
     precision: Any = value.precision
     # `validate_args` has bf16 gradients accumulated in fp32 unless it is told to reduce them in bf16.

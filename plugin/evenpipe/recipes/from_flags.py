@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import unified_diff
 from pathlib import PurePath
 from typing import Final
 
@@ -14,35 +11,15 @@ from evenpipe.planner.descriptions import Cluster, framework
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.features import of_megatron_s_schedules
 from evenpipe.planner.run import EstimateError, Run
+from evenpipe.recipes.line import Line, difference, read_line
 from evenpipe.recipes.megatron import described_by
 from evenpipe.recipes.recipe import RecipeError
 from evenpipe.schedule import choose
 
-__all__ = ["Converted", "Line", "convert", "read_line", "with_evenpipe"]
+__all__ = ["Converted", "convert", "line_of", "with_evenpipe"]
 
-_ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=", re.ASCII)
-_LAUNCHERS: Final = ("torchrun", "deepspeed")
 #: How much faster a schedule has to be than one with fewer flags.
 _WORTH: Final = 0.005
-
-
-@dataclass(frozen=True)
-class Line:
-    """``before``: launcher and its options, up to the script; ``flags``: the script's own."""
-
-    before: tuple[str, ...]
-    script: str
-    flags: tuple[str, ...]
-
-    @property
-    def of_deepspeed(self) -> bool:
-        """Return whether the script is one of DeepSpeed, by its flags."""
-        return any(word.partition("=")[0] in ("--deepspeed", "--deepspeed_config") for word in self.flags)
-
-    @property
-    def by_deepspeed(self) -> bool:
-        """Return whether DeepSpeed's launcher starts it."""
-        return any(PurePath(word).name == "deepspeed" for word in self.before)
 
 
 @dataclass(frozen=True)
@@ -57,40 +34,31 @@ class Converted:
     @property
     def diff(self) -> list[str]:
         """As `diff -u` has it, a flag and its values a line."""
-        return list(unified_diff(_lines(self.old), _lines(self.new), "now", "with EvenPipe", lineterm="", n=2))
+        return difference(self.old, self.new, ("now", "with EvenPipe"), 2)
 
     @property
     def command(self) -> str:
         """The new line, for a shell."""
-        return " ".join(map(_word, _words(self.new)))
+        return self.new.command
 
 
-def read_line(words: Sequence[str]) -> Line:
+def line_of(words: Sequence[str]) -> Line:
     """Raises RecipeError where no script can be found, or EvenPipe is in it already."""
     if "evenpipe" in words:
         raise RecipeError("--from-flags: EvenPipe is in this line already: add its flags behind the script")
-    at = next((n for n, word in enumerate(words) if word.endswith(".py") and (n == 0 or words[n - 1] != "-m")), None)
-    if not at:
+    line = read_line(words)
+    if line is None or not line.before:
         raise RecipeError(
             "--from-flags: names no script behind a launcher: give the whole line, such as "
             "torchrun --nproc-per-node 8 pretrain_gpt.py <flags>"
         )
-    return Line(tuple(words[:at]), words[at], tuple(words[at + 1 :]))
+    return line
 
 
 def with_evenpipe(line: Line, flags: Sequence[str]) -> Line:
     """Return the line that runs the script through `evenpipe run`."""
-    name = ["--deepspeed"] if line.of_deepspeed else []
-    before = list(line.before)
-    if line.by_deepspeed:
-        at = next(n for n, word in enumerate(before) if PurePath(word).name == "deepspeed")
-        if "--no_local_rank" not in before:
-            before.insert(at + 1, "--no_local_rank")
-        before += ["--module", "evenpipe", "run"]
-    else:
-        starts = any(PurePath(word).name in _LAUNCHERS or "python" in PurePath(word).name for word in before)
-        before += ["-m", "evenpipe", "run"] if starts else ["python", "-m", "evenpipe", "run"]
-    return Line((*before, *name), line.script, (*line.flags, *flags))
+    through = line.by_evenpipe()
+    return replace(through, flags=(*line.flags, *flags))
 
 
 def convert(line: Line, nodes: Cluster) -> Converted:
@@ -148,24 +116,3 @@ def _schedules(run: Run) -> Iterator[tuple[tuple[str, ...], Run]]:
         yield flags, grouped
         if choose("kfkb").balanced is not None:
             yield (*flags, "--bpipe"), replace(grouped, bpipe=True)
-
-
-def _words(line: Line) -> list[str]:
-    return [*line.before, line.script, *line.flags]
-
-
-def _lines(line: Line) -> list[str]:
-    """Return the launcher's words on a line, the script's flags on one each."""
-    found = [" ".join(map(_word, (*line.before, line.script)))]
-    for flag in line.flags:
-        if flag.startswith("--") or len(found) == 1:
-            found.append(f"    {_word(flag)}")
-        else:
-            found[-1] += f" {_word(flag)}"
-    return found
-
-
-def _word(word: str) -> str:
-    """Quoted for a shell; an assignment before the command stays one."""
-    name = _ASSIGNMENT.match(word)
-    return f"{name[0]}{shlex.quote(word[name.end() :])}" if name and word[name.end() :] else shlex.quote(word)

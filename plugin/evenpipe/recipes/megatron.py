@@ -6,6 +6,7 @@ import re
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Final, NamedTuple
 
 from evenpipe.planner.arguments import FlagError, Pipelined, Values, model_of, parse_flags, run_of
@@ -19,7 +20,7 @@ from evenpipe.settings.config import ConfigError, EvenPipeConfig
 from evenpipe.settings.contradictions import CONTRADICTIONS, contradiction_in
 from evenpipe.settings.spelling import FLAGS, flag
 
-__all__ = ["Described", "described_by", "flag_groups", "kinds_of", "layout_of", "settings_of"]
+__all__ = ["Described", "described_by", "flag_groups", "kinds_of", "layout_of", "run_flags", "settings_of"]
 
 
 def flag_groups(recipe: Recipe) -> list[Group]:
@@ -35,6 +36,19 @@ def flag_groups(recipe: Recipe) -> list[Group]:
     return [group for group in every if group]
 
 
+def run_flags(model: Model, run: Run) -> list[tuple[str, ...]]:
+    """Return the flags of how the model is divided, scheduled and kept, each with its values.
+
+    EvenPipe's are among them where it carries out the schedule, so that no hand-over is waited for.
+    """
+    ours = _evenpipe(run) if run.blocking == () else ()
+    return [flag.words for line in (*_parallel(model, run), *ours, *_memory(run)) for flag in line]
+
+
+#: Parts in a row from which on a layout has them once, with their number.
+_MANY: Final = 8
+
+
 def layout_of(model: Model, run: Run) -> str | None:
     """`--pipeline-model-parallel-layout`, part by part; None where Megatron's own is the same."""
     if run.layout is None:
@@ -43,7 +57,10 @@ def layout_of(model: Model, run: Run) -> str | None:
     further = run.further_part if run.further_part is not None else len(parts) - 1
     if model.mtp_layers:
         parts[further] += "m" * model.mtp_layers
-    return "|".join([f"E{parts[0]}", *parts[1:-1], f"{parts[-1]}L"] if len(parts) > 1 else [f"E{parts[0]}L"])
+    parts[0], parts[-1] = f"E{parts[0]}", f"{parts[-1]}L" if len(parts) > 1 else f"E{parts[0]}L"
+    runs = [(part, len(list(same))) for part, same in groupby(f"{part}|" for part in parts)]
+    text = "".join(f"({part})*{times}" if times >= _MANY and "*" not in part else part * times for part, times in runs)
+    return text.removesuffix("|")
 
 
 def _model(model: Model, run: Run) -> tuple[Line, ...]:

@@ -37,6 +37,12 @@ class Flag(NamedTuple):
     name: str
     value: Value = None
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the name, without dashes, and the values, unquoted."""
+        values = self.value if isinstance(self.value, tuple) else (self.value,)
+        return (self.name, *(f"{one:g}" if isinstance(one, float) else str(one) for one in values if one is not None))
+
     def __str__(self) -> str:
         if self.value is None:
             return f"--{self.name}"

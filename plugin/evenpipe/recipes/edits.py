@@ -1,0 +1,128 @@
+"""A line of Megatron-LM's with another run: only the flags that say something else are changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Final
+
+from evenpipe.planner.descriptions import Model
+from evenpipe.planner.run import Run
+from evenpipe.recipes.line import Line
+from evenpipe.recipes.megatron import run_flags
+
+__all__ = ["edited", "flag_changes"]
+
+#: Flags that say the same thing together: where one of them changes, the others are looked at too.
+_TOGETHER: Final = (
+    ("tensor-model-parallel-size",),
+    ("sequence-parallel",),
+    (
+        "pipeline-model-parallel-size",  # by which some of the others are read
+        *("num-virtual-stages-per-pipeline-rank", "pipeline-model-parallel-layout"),
+        *("num-layers-per-virtual-pipeline-stage", "decoder-first-pipeline-num-layers"),
+        *("decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split"),
+        "account-for-loss-in-pipeline-split",
+    ),
+    ("context-parallel-size",),
+    ("expert-model-parallel-size",),
+    ("expert-tensor-parallel-size",),
+    ("micro-batch-size",),
+    ("use-distributed-optimizer",),
+    ("overlap-grad-reduce",),
+    ("overlap-param-gather",),
+    ("use-tp-pp-dp-mapping",),
+    (
+        *("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-modules"),
+        "recompute-activations",
+    ),
+    ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32"),
+    ("use-precision-aware-optimizer", "exp-avg-dtype", "exp-avg-sq-dtype"),
+    (
+        *("evenpipe-schedule", "group-size", "bpipe", "evenpipe-group-size", "evenpipe-bpipe"),
+        *("no-bpipe", "no-evenpipe-bpipe"),
+    ),
+)
+_ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_EXPANDABLE: Final = "expandable_segments:True"
+_QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def edited(line: Line, model: Model, old: Run, new: Run, environment: Mapping[str, str]) -> Line:
+    """Return the line that starts ``new``, where ``line`` starts ``old``.
+
+    environment: of whom starts it, beside the variables of the line.
+    """
+    before, after = _written(model, old), _written(model, new)
+    given = _given(line.flags)
+    for names in _TOGETHER:
+        wanted = {name: after[name] for name in names if name in after}
+        if wanted != {name: before[name] for name in names if name in before}:
+            given = list(_replaced(given, names, wanted))
+    changed = Line(line.before, line.script, tuple(chain.from_iterable(given)))
+    if new.blocking == () and old.blocking != ():
+        changed = changed.by_evenpipe()
+    if new.expandable_segments and not old.expandable_segments:
+        changed = _expandable(changed, environment)
+    divided = max(new.tensor, new.context) > 1 >= max(old.tensor, old.context)
+    if divided and _QUEUES not in environment and changed.variable(_QUEUES) is None:
+        changed = changed.with_variable(_QUEUES, "1")  # which Megatron asks for with tensor or context parallelism
+    return changed
+
+
+def _written(model: Model, run: Run) -> dict[str, tuple[str, ...]]:
+    """Return the flags of a run, with their values."""
+    return {name: values for name, *values in run_flags(model, run)}  # type: ignore[misc]
+
+
+def _expandable(line: Line, environment: Mapping[str, str]) -> Line:
+    """Return the line with that option of the allocator, beside those that it is given."""
+    for name in _ALLOCATOR:
+        value = line.variable(name) or environment.get(name)
+        if value is not None:
+            others = [one for one in value.split(",") if not one.lower().startswith("expandable_segments")]
+            without = tuple(word for word in line.before if not word.startswith(f"{name}="))
+            return Line(without, line.script, line.flags).with_variable(name, ",".join((*others, _EXPANDABLE)))
+    return line.with_variable(_ALLOCATOR[0], _EXPANDABLE)
+
+
+def _given(flags: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return each flag with its values, as they were typed."""
+    found: list[tuple[str, ...]] = []
+    for word in flags:
+        if word.startswith("--") or not found:
+            found.append((word,))
+        else:
+            found[-1] = (*found[-1], word)
+    return found
+
+
+def _name(words: tuple[str, ...]) -> str:
+    return words[0].partition("=")[0].removeprefix("--")
+
+
+def _values(words: tuple[str, ...]) -> tuple[str, ...]:
+    _, sign, value = words[0].partition("=")
+    return (value,) if sign else words[1:]
+
+
+def _replaced(
+    given: Iterable[tuple[str, ...]], names: tuple[str, ...], wanted: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, ...]]:
+    """Yield the flags with those of ``names`` as they are wanted: in their places, or at the end."""
+    left = dict(wanted)
+    for words in given:
+        name = _name(words)
+        if name not in names:
+            yield words
+        elif name in left:
+            values = tuple(left.pop(name))
+            yield words if _values(words) == values else (f"--{name}", *values)
+    yield from ((f"--{name}", *values) for name, values in left.items())
+
+
+def flag_changes(old: Line, new: Line) -> int:
+    """Return how many flags and variables of the line are changed; to start it through EvenPipe is one."""
+    before, after = set(_given(old.flags)), set(_given(new.flags))
+    flags = {_name(words) for words in before ^ after}
+    return len(flags) + len(set(new.before) - set(old.before) - {"-m", "run", "--module", "python", "--no_local_rank"})

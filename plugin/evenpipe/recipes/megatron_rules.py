@@ -1,0 +1,29 @@
+"""What Megatron-LM's own checks say of a run: which divisions and recomputation go together."""
+
+from __future__ import annotations
+
+from evenpipe.planner.run import Run
+
+__all__ = ["starts"]
+
+
+def starts(run: Run) -> bool:
+    """Return whether Megatron starts the run (`validate_args` and `TransformerConfig.__post_init__`, 0.16)."""
+    return all(
+        (
+            run.stages > 1 or run.chunks == 1,
+            run.tensor > 1 or not run.user_buffers,
+            run.sharded_optimizer or (run.moment_bytes >= 4 and not run.overlap_parameters),
+            run.overlap_gradients or not run.overlap_parameters,
+            run.context == 1 or run.attention == "flash",
+            run.expert == 1 or run.tensor == 1 or run.sequence_parallel,
+            not run.overlap_experts or _hides_experts(run),
+            # Graphs of whole layers cannot have a part of them carried out again.
+            not run.graphs or run.recompute != "full",
+        )
+    )
+
+
+def _hides_experts(run: Run) -> bool:
+    """Return whether tokens can travel beside another micro-batch's compute."""
+    return run.expert > 1 and run.recompute != "full" and (run.stages == 1 or run.chunks > 1)

@@ -1,0 +1,122 @@
+"""`evenpipe fit`: the run as it is, answers with the flags that they change, a script, and refusals in one line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenpipe.cli.main import main
+
+TINY = shlex.split(
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --max-position-embeddings 4096 "
+    "--micro-batch-size 4 --global-batch-size 64 --bf16 --pipeline-model-parallel-size 4 --vocab-size 50257 "
+    "--hidden-dropout 0 --attention-dropout 0 --tokenizer-model 'a b' --lr 1e-4"
+)
+START = ["torchrun", "--nproc-per-node", "4"]
+
+
+def fit(capsys: pytest.CaptureFixture[str], *words: str, flags: list[str] = TINY, start: list[str] = START) -> str:
+    main(["fit", "--cluster", "1x4-h100", *words, "--", *start, "pretrain_gpt.py", *flags])
+    return capsys.readouterr().out
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str, flags: list[str] = TINY) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(fit(capsys, "--json", *words, flags=flags))
+    return found
+
+
+def test_answers_fit_and_are_what_an_estimate_of_their_own_line_says(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "--memory-gib", "24")
+    assert found["format"] == "evenpipe.fit/1"
+    assert not found["now"]["fits"]
+    by_name = {name: one for one in found["answers"] for name in one["names"]}
+    assert {"least", "sized", "stock"} <= set(by_name)
+    for one in found["answers"]:
+        assert one["memory_gib"] <= 24
+        line = one["command"]
+        assert [word for word in TINY if word in ("a b", "50257")] == [w for w in line if w in ("a b", "50257")]
+    least, stock = by_name["least"], by_name["stock"]
+    assert len(least["added"]) + len(least["removed"]) <= len(stock["added"]) + len(stock["removed"])
+    assert stock["iteration_ms"] <= 1.02 * min(by_name[name]["iteration_ms"] for name in ("least", "stock"))
+    assert "evenpipe" not in stock["command"]
+    few = ("--cluster", "1x4-h100", "--memory-gib", "24", "--keep", "t,p,c,b,schedule,recompute", "--json")
+    main(["fit", *few, "--", *stock["command"]])
+    again = json.loads(capsys.readouterr().out)
+    assert again["now"]["fits"], "the changed line, fitted again, is the run that was promised"
+    assert again["now"]["iteration_ms"] == pytest.approx(stock["iteration_ms"])
+
+
+def test_the_text_has_stages_answers_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = fit(capsys, "--memory-gib", "24", "--keep", "t,p,c,b")
+    assert "waits" in shown
+    assert "does not fit" in shown
+    assert "least change that fits" in shown
+    assert "  + --recompute-granularity" in shown
+    assert "not read, so that what they change is not in these estimates: --foo" in fit(
+        capsys, "--keep", "t,p,c,b,schedule", flags=[*TINY, "--foo", "3"]
+    )
+
+
+def test_what_is_kept_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "--memory-gib", "24", "--keep", "t,p,c,v,b,schedule,gradients,moments,optimizer,allocator")
+    changed = {word.split()[0] for one in found["answers"] for word in (*one["added"], *one["removed"])}
+    assert changed <= {
+        *("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-modules"),
+        *("--overlap-grad-reduce", "--overlap-param-gather"),
+    }
+    assert all(one["loss"] == "same bits" for one in found["answers"])
+
+
+def test_a_run_that_nothing_makes_faster_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "--keep", "t,p,c,e,b,v,schedule,recompute,gradients,moments,optimizer,overlap,placement")
+    assert found["answers"] == []
+    assert any("nothing to gain" in note for note in found["notes"])
+
+
+def test_a_script_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "run.sh"
+    few = ("--memory-gib", "24", "--keep", "t,p,c,b,schedule")
+    fit(capsys, *few, "--write", str(out))
+    text = out.read_text()
+    assert out.stat().st_mode & 0o111
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    flags = words[words.index("pretrain_gpt.py") + 1 :]
+    assert flags[: len(TINY)] == TINY, "all flags are as they were typed"
+    assert any(word.startswith("--recompute") for word in words)
+    with pytest.raises(SystemExit):
+        fit(capsys, *few, "--write", str(out))
+    assert out.read_text() == text
+    assert "is there already: name a new file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "no script: give the line that starts the run"),
+        ("--keep t,q -- pretrain_gpt.py", "--keep: 'q' is nothing to keep"),
+        ("--kep t -- pretrain_gpt.py", "--kep: unknown option, did you mean --keep?"),
+        ("--memory-gib lots -- pretrain_gpt.py", "--memory-gib: 'lots' is no number"),
+        ("--cluster h1000 -- pretrain_gpt.py", "--cluster h1000: unknown among clusters, did you mean"),
+        ("-- pretrain_gpt.py --hidden-size 64", "--num-layers: not given"),
+        ("-- pretrain_gpt.py --num-layers x", "argument --num-layers: invalid int value: 'x'"),
+        ("-- pretrain_gpt.py {} --micro-batch-size 3", "is no multiple of"),
+        ("-- pretrain_gpt.py {} --hybrid-layer-pattern M*", "--hybrid-layer-pattern"),
+        ("--memory-gib 1 -- pretrain_gpt.py {}", "is smaller than pretrain_gpt.py"),
+        ("--memory-gib 12 --keep t,p,c,b,recompute -- pretrain_gpt.py {}", "or keep less than"),
+        ("--write run.sh -- pretrain_gpt.py {}", "--write: which launcher?"),
+        ("--take least -- pretrain_gpt.py {}", "--take: says which answer --write writes"),
+        ("-- deepspeed train.py --deepspeed_config ds.json", "do not say what the model is"),
+    ],
+)
+def test_bad_input_is_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    where = [] if "--cluster" in words else ["--cluster", "1x4-h100"]
+    with pytest.raises(SystemExit) as end:
+        main(["fit", *where, *shlex.split(words.format(shlex.join(TINY)))])
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1, told
+    assert said in told

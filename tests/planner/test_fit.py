@@ -1,0 +1,122 @@
+"""`planner/fit`: from a plain run, no slower than the best published run of its cluster; and answers that fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.published.recipes import published
+from evenpipe.planner.descriptions import cluster, framework, model
+from evenpipe.planner.fit.answers import Answers, Asked, answers
+from evenpipe.planner.fit.moves import SHORT, Aspect, alternatives, changed, modules_of, with_aspect
+from evenpipe.planner.fit.weighing import Weighing
+from evenpipe.planner.run import EstimateError, Run
+from evenpipe.planner.search.question import Engine
+from evenpipe.recipes.megatron_rules import starts
+from evenpipe.train.engines import ENGINES
+
+ENGINE = Engine("Megatron", ENGINES["evenpipe"].offers)
+OF = framework("megatron")
+SCHEDULES = ("1f1b", "interleaved", "kfkb", "zb-h1", "v-half", "zbv")
+
+
+def asked(weighing: Weighing, run: Run, keep: frozenset[Aspect], schedules: tuple[str, ...] = SCHEDULES) -> Asked:
+    modules = modules_of(weighing.model, run, True)
+    return Asked(weighing, run, ENGINE, keep, lambda new: len(changed(run, new)), modules, schedules, True)
+
+
+#: Clusters with published iterations, and what a plain run of the model there is: tensor and pipeline parallelism.
+CLUSTERS = {
+    ("llama3-70b", "4x8-h100", "tensorwise"): {"tensor": 8, "stages": 4},
+    ("llama3-70b", "8x8-h100", None): {"tensor": 8, "stages": 4},
+    ("llama3-405b", "64x8-h100", None): {"tensor": 8, "stages": 16, "layout": (7, *(8,) * 14, 7)},
+    ("deepseek-v3", "128x8-h100", "tensorwise"): {"stages": 16, "expert": 64, "layout": (1, *(4,) * 15)},
+    ("gpt-oss-120b", "8x8-h100", None): {"stages": 4, "expert": 8},
+}
+QUICK = [("llama3-70b", "4x8-h100", "tensorwise")]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(one, marks=() if one in QUICK else pytest.mark.long, id=f"{one[0]} {one[1]}") for one in CLUSTERS],
+)
+def test_from_a_plain_run_no_slower_than_the_best_published(case: tuple[str, str, str | None]) -> None:
+    """As its recipe has it but for sizes: whole layers are recomputed, and Megatron's schedule stays."""
+    rows = [one for one in published() if (one.model.name, one.cluster.name, one.run.quantized) == case]
+    most = max(one.run.global_batch for one in rows if one.seconds is not None)
+    rows = [one for one in rows if one.run.global_batch == most and one.seconds is not None]
+    best = min(one.estimate().iteration_ms for one in rows)
+    sizes = {"context": 1, "chunks": 1, "layout": None, "tensor": 1, **CLUSTERS[case]}
+    plain = replace(rows[0].run, recompute="full", recomputed_modules=Run.recomputed_modules, **sizes)  # type: ignore[arg-type]
+    plain = replace(plain, user_buffers=plain.tensor > 1, blocking=("1f1b",), micro_batch=1)
+    plain = replace(plain, data=rows[0].cluster.gpus // (plain.tensor * plain.stages)).of(OF)
+    weighing = Weighing(rows[0].model, rows[0].cluster, OF, lambda run: run == plain or starts(run))
+    found = answers(asked(weighing, plain, frozenset(("schedule",))))
+    assert found.stock is not None
+    assert found.stock.estimate.fits
+    assert found.stock.estimate.iteration_ms <= 1.02 * best
+
+
+SMALL = model("gpt3-13b").of_sequence(2048)
+NODE = cluster("1x8-a100-80gb")
+
+
+@cache
+def weighing_of(gib: int) -> Weighing:
+    device = NODE.device.model_copy(update={"memory_gib": float(gib)})
+    return Weighing(SMALL, NODE.model_copy(update={"device": device}), OF, starts)
+
+
+NOW = Run(64, tensor=2, stages=4, blocking=("1f1b",), attention="flash", overlap_parameters=False).of(OF)
+NAMES = sorted(set(SHORT.values()))
+
+
+@given(
+    st.sampled_from((20, 32, 40, 64)),
+    st.sets(st.sampled_from(NAMES)).map(lambda kept: frozenset({"tensor", "pipeline", "context", *kept})),
+    st.sampled_from((1, 4)),
+)
+@settings(max_examples=6, deadline=None)
+def test_answers_fit_keep_what_stays_and_are_in_order(gib: int, keep: frozenset[Aspect], size: int) -> None:
+    weighing = weighing_of(gib)
+    now = replace(NOW, micro_batch=size)
+    try:
+        found: Answers = answers(asked(weighing, now, keep, ("1f1b", "v-half")))
+    except EstimateError:
+        assert not weighing.planned(now).estimate.fits  # type: ignore[union-attr]
+        return
+    for one in found[1:]:
+        if one is not None:
+            assert one.estimate.fits
+            assert one.most_bytes <= gib * 2**30
+            assert not changed(now, one.run) & keep
+            assert one.run.global_batch == 64
+    assert (found.least is None) == found.now.estimate.fits or found.stock is None
+    if found.stock and found.evenpipe:
+        assert found.evenpipe.estimate.iteration_ms * 1.02 < found.stock.estimate.iteration_ms
+
+
+def test_one_change_is_of_one_aspect_and_can_be_taken_back() -> None:
+    weighing = weighing_of(40)
+    seen = set()
+    for aspect, run in alternatives(weighing, NOW, modules_of(SMALL, NOW, False)):
+        seen.add(aspect)
+        assert changed(NOW, run) <= {aspect, "schedule", "layout"}
+        back = run
+        for each in changed(NOW, run):
+            back = with_aspect(back, NOW, each, NODE.gpus)
+        assert back == NOW
+    assert seen == set(NAMES) - {"experts", "schedule", "placement"}
+
+
+def test_bounds_leave_out_no_run_that_is_as_fast() -> None:
+    weighing = weighing_of(40)
+    runs = [run for _, run in alternatives(weighing, NOW, modules_of(SMALL, NOW, False))]
+    near = weighing.near_fastest(runs)
+    every = [one for run in runs if (one := weighing.fitting(run)) is not None]
+    least = min(one.estimate.iteration_ms for one in every)
+    assert {one.run for one in near} == {one.run for one in every if one.estimate.iteration_ms <= 1.02 * least}
