@@ -99,7 +99,7 @@ _REFUSED: dict[str, dict[str, Any]] = {
         "model_parallel": True,
         "config": {},
     },
-    'use Adam or SGD, ZeRO 0 or 1, no offloading, and in fp16 no other "grad_accum_dtype"': {
+    'use ZeRO 0 or 1 with any torch optimizer, no offloading, and in fp16 no other "grad_accum_dtype"': {
         "config": {"fp16": {"enabled": True}, **_ZERO, **_IN_FP32}
     },
     "gradient scaling under torch_autocast is not available with 2bw, which finishes a step when ": {

@@ -93,7 +93,7 @@ class Pipeline(ABC):
     def two_bw(
         self,
         batches: Iterable[Any],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         clip_grad: float = 0.0,
         replicas: dist.ProcessGroup | None = None,
@@ -101,7 +101,8 @@ class Pipeline(ABC):
         """Train under a schedule without flushes, 2bw: iterate over what is returned, a batch at a time.
 
         batches: each what `step` takes (of several arguments a tuple); read one ahead. optimizer: of this stage's
-        parameters; stepped, and gradients let go of, by what is returned, and not by the loop. clip_grad: the largest
+        parameters, or several (Muon for matrices and AdamW for the rest); stepped, and gradients let go of, by what is
+        returned, and not by the loop. clip_grad: the largest
         norm of the gradients of all stages; 0: any. replicas: the processes with this stage in other pipelines, whose
         gradients' mean is taken. Another call begins anew, with both versions the newest weights. Raises ValueError for
         a program that flushes.
@@ -112,8 +113,9 @@ class Pipeline(ABC):
         assert group is not None, "torch.distributed has been started"
         if self._training is not None:
             self._training.drain()  # a loop may have left it before its batches ended
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         gradients = PlainGradients(
-            self.versions, optimizer, self.squares, group, clip_grad, replicas, self.shared_gradients
+            self.versions, optimizers, self.squares, group, clip_grad, replicas, self.shared_gradients
         )
         self._training = TwoBWTraining(self, batches, gradients)
         return self._training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -25,7 +26,10 @@ __all__ = ["PlainGradients", "TwoBWPipeline", "TwoBWTraining", "scaled_to"]
 
 
 class PlainGradients(Gradients):
-    """Those of one stage of a pipeline of plain modules, and its optimizer.
+    """Those of one stage of a pipeline of plain modules, and its optimizers, which may be of any kind.
+
+    2BW says which weights a gradient was taken at; whatever makes a step of gradients steps. Raises ValueError for an
+    optimizer that needs more than gradients.
 
     squares: this stage's sums of squares of `parameter.grad`, in fp64, by piece of the model, zero for pieces on other
     stages, so that their sum over stages is exact. clip_grad: the largest norm of all stages' gradients; 0 for any.
@@ -35,7 +39,7 @@ class PlainGradients(Gradients):
     def __init__(
         self,
         versions: WeightVersions,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         squares: Callable[[], Tensor],
         group: dist.ProcessGroup,
         clip_grad: float = 0.0,
@@ -47,7 +51,9 @@ class PlainGradients(Gradients):
         self.exchange = Exchange(group, len(row), row.device)
         self.decides = clip_grad > 0
         self.waits = self.decides or (ties is not None and bool(ties))
-        self._optimizer = optimizer
+        self._optimizers = list(optimizers)
+        for optimizer in optimizers:
+            _check_steps(optimizer)
         self._squares = squares
         self._limit = clip_grad
         self._replicas = replicas if replicas is not None and replicas.size() > 1 else None
@@ -57,7 +63,7 @@ class PlainGradients(Gradients):
 
     @property
     def param_groups(self) -> Sequence[dict[str, Any]]:
-        return self._optimizer.param_groups
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
     def kept(self) -> list[Tensor]:
@@ -71,7 +77,8 @@ class PlainGradients(Gradients):
 
     def reduce(self) -> None:
         # A learning-rate scheduler of torch's warns where no step came before its own; this one is submitted.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._ties is not None:
             self._ties.fill()
         self._own.keep(parameter for group in self.param_groups for parameter in group["params"])
@@ -103,8 +110,26 @@ class PlainGradients(Gradients):
             assert outcome.grad_norm is not None, "the norm decides"
             scaled_to(self._limit, outcome.grad_norm, self.kept)
         with self._own.in_place():
-            self._optimizer.step()
+            for optimizer in self._optimizers:
+                optimizer.step()
         self._own.let_go()
+
+
+def _check_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for an optimizer that does not step from a batch's gradients alone."""
+    name = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"2bw: {name}.step needs a closure, which computes the loss again on new weights while the pipeline is "
+            "amid the next batch: use an optimizer that steps without one"
+        )
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in every):
+        raise ValueError(
+            f"2bw: a parameter of {name} has hooks that run after each micro-batch's gradient, as an optimizer that "
+            "steps in the backward has: step by optimizer.step alone"
+        )
 
 
 def scaled_to(limit: float, norm: float, gradients: Sequence[Tensor]) -> None:

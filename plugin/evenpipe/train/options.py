@@ -171,8 +171,13 @@ def _engine_knows_its_settings(options: TrainOptions) -> None:
 
 
 def _optimizer_knows_its_settings(options: TrainOptions) -> None:
-    if options.momentum and options.optimizer == "adam":
+    if options.momentum and options.optimizer != "sgd":
         raise ValueError(f"--momentum {options.momentum}: is of SGD: use --optimizer sgd, or leave --momentum out")
+    if options.optimizer == "muon" and options.engine != "module":
+        raise ValueError(
+            "--optimizer muon: torch's Muon steps matrices within the model, which only --engine module tells from its "
+            "ends: use that, or --optimizer adam"
+        )
     if options.distributed_optimizer and options.optimizer != "adam":
         raise ValueError("--distributed-optimizer: Megatron shares out Adam only: use --optimizer adam")
     if options.lr_warmup >= options.iterations:
@@ -265,7 +270,9 @@ class TrainOptions(BaseModel):
     initial_loss_scale: float = Field(
         65536.0, ge=1, allow_inf_nan=False, description="where the dynamic loss scale of fp16 starts"
     )
-    optimizer: Literal["adam", "sgd"] = Field("adam", description="adam | sgd")
+    optimizer: Literal["adam", "sgd", "muon"] = Field(
+        "adam", description="adam | sgd | muon (--engine module: of torch, with AdamW for embeddings and vectors)"
+    )
     momentum: float = Field(0.0, ge=0, lt=1, description="of SGD")
     weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False, description="weight decay")
     lr: float = Field(1e-3, gt=0, le=1e6, allow_inf_nan=False, description="learning rate")

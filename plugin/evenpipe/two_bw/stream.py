@@ -280,22 +280,33 @@ class TwoBW:
 
 
 def _settings_of(groups: Sequence[Mapping[str, Any]]) -> _Settings:
-    """Return the settings that training loops and learning-rate schedules change after every iteration."""
-    changed = ("lr", "weight_decay", "betas", "momentum")
-    return [{name: group[name] for name in changed if name in group} for group in groups]
+    """Return the settings, of any optimizer, that loops and schedules may change: numbers, tensors, tuples of them."""
+    return [{name: value for name, value in group.items() if _is_setting(value)} for group in groups]
+
+
+def _is_setting(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(one, int | float) for one in value)
+    return isinstance(value, int | float | Tensor)
 
 
 @contextmanager
 def _with_settings(groups: Sequence[dict[str, Any]], settings: _Settings) -> Iterator[None]:
-    """Inside, parameter groups have `settings`: a training loop has set those of the next iteration by now."""
-    present = _settings_of(groups)
-    for group, values in zip(groups, settings, strict=True):
-        group.update(values)
+    """Inside, parameter groups have `settings`: a training loop has set those of the next iteration by now.
+
+    Only what the loop has changed since is exchanged: an optimizer may count its own steps in a group.
+    """
+    present = [
+        {name: group[name] for name, value in values.items() if isinstance(value, Tensor) or value != group[name]}
+        for group, values in zip(groups, settings, strict=True)
+    ]
+    for group, values, changed in zip(groups, settings, present, strict=True):
+        group.update((name, values[name]) for name in changed)
     try:
         yield
     finally:
-        for group, values in zip(groups, present, strict=True):
-            group.update(values)
+        for group, changed in zip(groups, present, strict=True):
+            group.update(changed)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
