@@ -42,7 +42,7 @@ _FEW = {"gradient_accumulation_steps": 4}
 
 def _case(stages: int, config: dict[str, Any], bpipe: bool = False, **more: Any) -> dict[str, Any]:
     section = {"schedule": "2bw", "bpipe": bpipe}
-    section |= {key: more.pop(key) for key in ("trace", "trace_iteration") if key in more}
+    section |= {key: more.pop(key) for key in ("trace", "trace_iteration", "delay_correction") if key in more}
     return {"stages": stages, "config": {**_ADAM, **config, "evenpipe": section}, "steps": 4, **more}
 
 
@@ -53,6 +53,11 @@ _RUNS: dict[str, dict[str, Any]] = {
     "lengths that differ": {"case": _case(2, _FEW, dynamic=True)},
     "SGD, traced": {"case": _case(2, _SGD, trace="T.json", trace_iteration=3)},
     "clipped, tied": {"case": _case(4, {**_CLIPPED, "steps_per_print": 2}, tied=True), "folder": "fp32"},
+    "predicted": {"case": _case(2, {**_CLIPPED, **_FEW}, delay_correction="weight-prediction"), "folder": "predicted"},
+    "ZeRO, error feedback": {
+        "case": _case(2, {**_FEW, **_ZERO}, delay_correction="error-feedback"),
+        "folder": "feedback",
+    },
     "clipped, recomputed": {"case": _case(4, {**_CLIPPED, **_FEW}, checkpoint_interval=1)},
     "bf16, ZeRO, recomputed": {"case": _case(2, {**_BF16, **_ZERO, **_FEW}, tied=True, checkpoint_interval=1)},
     # In bf16, DeepSpeed itself loads checkpoints with ZeRO-1 only.

@@ -16,6 +16,7 @@ from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Need, Program, Spec, check_offers, find, needs_of, verify
+from evenpipe.settings.config import DelayCorrection
 from evenpipe.torch.batches import Evaluation, Tokens, check_gradients, evaluating, mean_loss, share_of, weights_of
 from evenpipe.torch.offers import MODULE_OFFERS
 from evenpipe.torch.ties import Ties
@@ -97,6 +98,7 @@ class Pipeline(ABC):
         *,
         clip_grad: float = 0.0,
         replicas: dist.ProcessGroup | None = None,
+        delay_correction: DelayCorrection = "none",
     ) -> TwoBWTraining:
         """Train under a schedule without flushes, 2bw: iterate over what is returned, a batch at a time.
 
@@ -104,7 +106,8 @@ class Pipeline(ABC):
         parameters, or several (Muon for matrices and AdamW for the rest); stepped, and gradients let go of, by what is
         returned, and not by the loop. clip_grad: the largest
         norm of the gradients of all stages; 0: any. replicas: the processes with this stage in other pipelines, whose
-        gradients' mean is taken. Another call begins anew, with both versions the newest weights. Raises ValueError for
+        gradients' mean is taken. delay_correction: what is done about late gradients (docs/2bw.md), alike on all
+        stages. Another call begins anew, with both versions the newest weights. Raises ValueError for
         a program that flushes.
         """
         if self.versions is None:
@@ -117,7 +120,7 @@ class Pipeline(ABC):
         gradients = PlainGradients(
             self.versions, optimizers, self.squares, group, clip_grad, replicas, self.shared_gradients
         )
-        self._training = TwoBWTraining(self, batches, gradients)
+        self._training = TwoBWTraining(self, batches, gradients, delay_correction)
         return self._training
 
     @property

@@ -17,6 +17,7 @@ from evenpipe.runtime.heartbeat import wait_for
 from evenpipe.runtime.stage import ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Program, Stream, find, swapping
+from evenpipe.settings.config import DelayCorrection
 from evenpipe.torch.batches import check_gradients, mean_loss
 from evenpipe.torch.ties import Ties
 from evenpipe.two_bw.gradients import Gradients, Outcome, ParameterGradients
@@ -64,6 +65,10 @@ class PlainGradients(Gradients):
     @property
     def param_groups(self) -> Sequence[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return self._optimizers
 
     @property
     def kept(self) -> list[Tensor]:
@@ -166,7 +171,13 @@ class TwoBWTraining(Iterator[Tensor | None]):
     called (by all ranks alike), all steps are made.
     """
 
-    def __init__(self, pipeline: TwoBWPipeline, batches: Iterable[Any], gradients: PlainGradients) -> None:
+    def __init__(
+        self,
+        pipeline: TwoBWPipeline,
+        batches: Iterable[Any],
+        gradients: PlainGradients,
+        delay_correction: DelayCorrection = "none",
+    ) -> None:
         schedule = pipeline.program.schedule
         self.gradients = gradients
         self._pipeline = pipeline
@@ -174,7 +185,7 @@ class TwoBWTraining(Iterator[Tensor | None]):
         self._sizes = schedule.stages, schedule.micro_batches
         self._buffers = _Buffers(pipeline.chunks)
         paired, swaps = bool(pipeline.program.pairs), swapping(schedule)
-        self.two_bw = TwoBW(gradients, find(schedule.name), paired, swaps, self._buffers)
+        self.two_bw = TwoBW(gradients, find(schedule.name), paired, swaps, self._buffers, delay_correction)
         self._ahead: Sequence[Any] | None = None
         self._found: dict[int, Tensor] = {}
         self._items: dict[int, Sequence[Any]] = {}  # of the present batch and the next, along the stream
@@ -189,7 +200,7 @@ class TwoBWTraining(Iterator[Tensor | None]):
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs beside parameters and the optimizer's state; all steps are made."""
         self.drain()
-        return self.two_bw.state_dict()
+        return self.two_bw.state_dict() | self.two_bw.own_state()
 
     def drain(self) -> None:
         """Finish the last step; what has been forwarded of the next batch is dropped, and forwarded again."""

@@ -114,7 +114,11 @@ class PlainEngine(Observer, ABC):
         if options.streams:
             batches = map(self.batch, itertools.count(iteration))
             self._training = self.pipeline.two_bw(
-                batches, self.optimizer, clip_grad=options.clip_grad, replicas=self.replicas
+                batches,
+                self.optimizer,
+                clip_grad=options.clip_grad,
+                replicas=self.replicas,
+                delay_correction=options.delay_correction,
             )
             self._training.load_state_dict(self._saved_steps)
 
@@ -166,7 +170,7 @@ class PlainEngine(Observer, ABC):
         return {
             "parameters": [part.state_dict() for part in self.pipeline.chunks],
             "optimizer": self.optimizer.state_dict(),
-            **({} if self._training is None else {"steps": self._training.two_bw.state_dict()}),
+            **({} if self._training is None else {"steps": self._training.state_dict()}),
         }
 
     def started(self, action: Action) -> None:

@@ -109,6 +109,10 @@ class TwoBWOptimizer(Gradients):
         return [group for part in self._parts for group in part.param_groups]
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [part.optimizer for part in self._parts if part.optimizer is not None]
+
+    @property
     def held_bytes(self) -> int:
         return 0 if self._own is None else self._own.nbytes
 
