@@ -42,7 +42,7 @@ _FEW = {"gradient_accumulation_steps": 4}
 
 def _case(stages: int, config: dict[str, Any], bpipe: bool = False, **more: Any) -> dict[str, Any]:
     section = {"schedule": "2bw", "bpipe": bpipe}
-    section |= {key: more.pop(key) for key in ("trace", "trace_iteration") if key in more}
+    section |= {key: more.pop(key) for key in ("trace", "trace_iteration", "delay_correction") if key in more}
     return {"stages": stages, "config": {**_ADAM, **config, "evenpipe": section}, "steps": 4, **more}
 
 
@@ -53,6 +53,11 @@ _RUNS: dict[str, dict[str, Any]] = {
     "lengths that differ": {"case": _case(2, _FEW, dynamic=True)},
     "SGD, traced": {"case": _case(2, _SGD, trace="T.json", trace_iteration=3)},
     "clipped, tied": {"case": _case(4, {**_CLIPPED, "steps_per_print": 2}, tied=True), "folder": "fp32"},
+    "predicted": {"case": _case(2, {**_CLIPPED, **_FEW}, delay_correction="weight-prediction"), "folder": "predicted"},
+    "ZeRO, error feedback": {
+        "case": _case(2, {**_FEW, **_ZERO}, delay_correction="error-feedback"),
+        "folder": "feedback",
+    },
     "clipped, recomputed": {"case": _case(4, {**_CLIPPED, **_FEW}, checkpoint_interval=1)},
     "bf16, ZeRO, recomputed": {"case": _case(2, {**_BF16, **_ZERO, **_FEW}, tied=True, checkpoint_interval=1)},
     # In bf16, DeepSpeed itself loads checkpoints with ZeRO-1 only.
@@ -99,7 +104,7 @@ _REFUSED: dict[str, dict[str, Any]] = {
         "model_parallel": True,
         "config": {},
     },
-    'use Adam or SGD, ZeRO 0 or 1, no offloading, and in fp16 no other "grad_accum_dtype"': {
+    'use ZeRO 0 or 1 with any torch optimizer, no offloading, and in fp16 no other "grad_accum_dtype"': {
         "config": {"fp16": {"enabled": True}, **_ZERO, **_IN_FP32}
     },
     "gradient scaling under torch_autocast is not available with 2bw, which finishes a step when ": {

@@ -72,7 +72,8 @@ def train_two_bw(
     masters = [nn.Parameter(weight.detach().float().clone()) for weight in model.parameters]
     kind = torch.optim.AdamW if wanted["type"] == "Adam" else torch.optim.SGD
     optimizer = kind(masters, **given)
-    updates = TwoBWUpdates(optimizer, 1)
+    correction = case.config["evenpipe"].get("delay_correction", "none")
+    updates = TwoBWUpdates(optimizer, 1, 0.0 if correction == "none" else 1.0)
     if "fp16" in case.config and "zero_optimization" not in case.config:
         # DeepSpeed has a first step make the optimizer's state, and does not tell the weights of it.
         for master in masters:
@@ -103,10 +104,10 @@ def train_two_bw(
         else:
             updates.update(_clipped(gradients, math.sqrt(squares), scales[-1], case.config), rate)
         if evaluated:
-            model.load(updates.newest)
+            model.load(updates.foremost if correction == "error-feedback" else updates.newest)
             with torch.no_grad():
                 others.append(_mean([_batch(model, source, count, None)[0] for source in sources]))
-    model.load(updates.newest)
+    model.load(updates.foremost if correction == "error-feedback" else updates.newest)
     scales.append(scale.after(skipped[:-1]))
     return {
         "losses": [float(loss).hex() for loss in losses],

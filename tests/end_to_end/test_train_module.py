@@ -52,6 +52,8 @@ CASES: dict[str, dict[str, Any]] = {
     "interleaved": {"schedule": "interleaved", "chunks": 2, "micro_batches": 8},
     "one stage": {"stages": 1},
     "2bw": {"schedule": "2bw", "iterations": 6, "lr_warmup": 3},
+    "muon": {"optimizer": "muon"},
+    "2bw, muon": {"schedule": "2bw", "optimizer": "muon", "iterations": 6},
     "2bw, BPipe, SGD, unclipped": {
         "schedule": "2bw",
         "bpipe": True,
@@ -78,7 +80,8 @@ def train_in_one_process(options: TrainOptions) -> tuple[tuple[float, ...], str]
     """Plain PyTorch: every micro-batch through the whole model, one after the other; with delayed updates under 2bw."""
     corpus = data.load(options)
     newest = [initialised_piece(options, corpus.vocabulary, number) for number in range(options.layers + 2)]
-    optimizer = make_optimizer(options, [parameter for piece in newest for parameter in piece.parameters()])
+    every, ends = ([one for piece in some for one in piece.parameters()] for some in (newest, (newest[0], newest[-1])))
+    optimizer = make_optimizer(options, every, ends)
     pieces = copy.deepcopy(newest)
     parameters = [parameter for piece in pieces for parameter in piece.parameters()]
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]

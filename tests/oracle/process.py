@@ -1,8 +1,9 @@
 """Runs the oracle in a process of its own: Megatron is patched there for the CPU, and keeps global state."""
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -31,13 +32,15 @@ class Case(NamedTuple):
     norms_added_in: torch.dtype = torch.float64
 
 
-def train_cases(cases: Sequence[Case]) -> list[Trained]:
-    """Train all in one new process; results in the order of the cases."""
+def train_cases(
+    cases: Sequence[Case], within: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> list[Trained]:
+    """Train all in one new process, `within` a context; results in the order of the cases."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_train_all, cases).result()
+        return pool.submit(_train_all, cases, within).result()
 
 
-def _train_all(cases: Sequence[Case]) -> list[Trained]:
+def _train_all(cases: Sequence[Case], within: Callable[[], AbstractContextManager[object]]) -> list[Trained]:
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -50,4 +53,5 @@ def _train_all(cases: Sequence[Case]) -> list[Trained]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(0)
-    return [train(*case) for case in cases]
+    with within():
+        return [train(*case) for case in cases]

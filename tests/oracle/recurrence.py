@@ -14,22 +14,31 @@ class TwoBWUpdates:
 
     The optimizer's state advances once a batch, with gradients taken at the old weights; its step is applied to the
     newest. So m(t) = β·m(t−1) + (1−β)·∇f(W(t−1)), as §3.1 has it, and likewise for Adam's second moment.
+
+    `ahead` γ: gradients are taken at V(t−d), where V(t+1) = W(t+1) + γ·(W(t+1) − W(t)) and V(0) = W(0).
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, delay: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, delay: int, ahead: float = 0.0) -> None:
         self._optimizer = optimizer
+        self._ahead = ahead
         self._newest = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # W(max(t−d, 0)), …, W(t) for the batch t to come: the first d + 1 batches all run on W(0).
         self._versions = [self._copy() for _ in range(delay + 1)]
+        self._weights = self._copy()
 
     @property
     def seen(self) -> list[Tensor]:
-        """W(max(t−d, 0)), on which batch t, the next one, runs; in the order of the optimizer's parameters."""
+        """V(max(t−d, 0)), on which batch t, the next one, runs; in the order of the optimizer's parameters."""
         return self._versions[0]
 
     @property
     def newest(self) -> list[Tensor]:
         """W(t), before batch t, the next one, has changed anything."""
+        return self._weights
+
+    @property
+    def foremost(self) -> list[Tensor]:
+        """V(t)."""
         return self._versions[-1]
 
     def update(self, gradients: Sequence[Tensor], learning_rate: float) -> None:
@@ -39,7 +48,9 @@ class TwoBWUpdates:
         for parameter, gradient in zip(self._newest, gradients, strict=True):
             parameter.grad = gradient
         self._optimizer.step()
-        self._versions = [*self._versions[1:], self._copy()]
+        before, self._weights = self._weights, self._copy()
+        ahead = [torch.add(new, new - old, alpha=self._ahead) for new, old in zip(self._weights, before, strict=True)]
+        self._versions = [*self._versions[1:], ahead if self._ahead else self._weights]
 
     def skip(self) -> None:
         """Make W(t+1) = W(t): batch t's gradients are no numbers."""

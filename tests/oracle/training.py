@@ -45,8 +45,10 @@ def train(options: TrainOptions, delay: int, norms_added_in: torch.dtype = torch
             clip(together, norms[-1], options.clip_grad)
         return together
 
-    updates = TwoBWUpdates(_optimizer(stages, options), delay)
+    updates = TwoBWUpdates(_optimizer(stages, options), delay, _ahead(options))
     last = descend(updates, gradients, [_learning_rate(options, batch) for batch in range(options.iterations)])
+    if options.delay_correction == "error-feedback":
+        last = updates.foremost
     with torch.no_grad():
         for parameter, value in zip(parameters, last, strict=True):
             parameter.copy_(value)
@@ -98,6 +100,13 @@ def _optimizer(stages: Sequence[Stage], options: TrainOptions) -> torch.optim.Op
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum)
     return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.999), eps=1e-8)
+
+
+def _ahead(options: TrainOptions) -> float:
+    """By how many steps weights are ahead where gradients are taken: the momentum, under a look-ahead of Nesterov's."""
+    momentum = options.momentum if options.optimizer == "sgd" else 0.9
+    named = {"none": 0.0, "error-feedback": 1.0, "weight-prediction": 1.0, "nesterov": momentum}
+    return named[options.delay_correction]
 
 
 def _learning_rate(options: TrainOptions, batch: int) -> float:

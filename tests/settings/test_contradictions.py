@@ -59,6 +59,13 @@ CASES = [
         "out",
     ),
     (
+        {"schedule": "1f1b", "delay_correction": "nesterov"},
+        "--evenpipe-delay-correction nesterov: only --evenpipe-schedule 2bw has gradients that are a batch late: use "
+        "that, or leave --evenpipe-delay-correction out",
+        'evenpipe.delay_correction: "nesterov": only "schedule": "2bw" has gradients that are a batch late: use that, '
+        "or leave delay_correction out",
+    ),
+    (
         {"schedule": "1f1b", "pair_adjacent": True},
         "--pair-adjacent: only --bpipe exchanges anything within a pair: add that, or leave --pair-adjacent out",
         'evenpipe.pair_adjacent: true: only "bpipe": true exchanges anything within a pair: add that, or leave '

@@ -101,6 +101,39 @@ def test_a_rate_that_is_a_tensor_is_that_of_its_own_batch(pipeline: ModulePipeli
         torch.testing.assert_close(one, other)
 
 
+class Rebinding(torch.optim.SGD):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.data = one.data - 0.1 * one.grad
+
+
+def test_an_optimizer_that_needs_more_than_gradients_is_refused_by_what_it_needs(pipeline: ModulePipeline) -> None:
+    streamed = made(1, "2bw")
+    with pytest.raises(ValueError, match=r"^2bw: LBFGS\.step needs a closure, .*: use an optimizer that steps without"):
+        streamed.two_bw([], torch.optim.LBFGS(streamed.parameters()))
+    batch = torch.ones(6, 4), torch.ones(6, 4)
+    with pytest.raises(RuntimeError, match=r"^2bw: the optimizer has given a parameter other memory"):
+        [*streamed.two_bw([batch, batch], Rebinding(streamed.parameters(), lr=0.1))]
+    hooked = made(1, "2bw")
+    for one in hooked.parameters():
+        one.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ValueError, match=r"^2bw: a parameter of SGD has hooks that run after each"):
+        hooked.two_bw([], torch.optim.SGD(hooked.parameters(), lr=0.1))
+
+
+def test_several_optimizers_step_as_one(pipeline: ModulePipeline) -> None:
+    weights = []
+    for several in (False, True):
+        streamed = made(1, "2bw")
+        every = [*streamed.parameters()]
+        kinds = [every[:1], every[1:]] if several else [every]
+        inputs = [torch.full((6, 4), float(number)) for number in range(1, 4)]
+        list(streamed.two_bw([(one, 1 - one) for one in inputs], [torch.optim.AdamW(some) for some in kinds]))
+        weights.append([one.detach().clone() for one in every])
+    assert all(map(torch.equal, *weights))
+
+
 def test_gradients_are_clipped_to_the_norm_of_all_and_zero_clips_nothing(pipeline: ModulePipeline) -> None:
     inputs = torch.randn(2 * MICRO_BATCHES, 4, generator=torch.Generator().manual_seed(0))
     pipeline.step(inputs, inputs)
@@ -146,7 +179,7 @@ def test_shared_gradients_are_sent_where_all_stages_gather_and_not_where_this_on
         return zero if weight.grad is None else weight.grad.double().square().sum().view(1)
 
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    gradients = PlainGradients(WeightVersions([weight]), optimizer, squares, alone, ties=shared)
+    gradients = PlainGradients(WeightVersions([weight]), [optimizer], squares, alone, ties=shared)
     two_bw = TwoBW(gradients, find("2bw"), bpipe=False)
     weight.grad = torch.full((3,), 0.25)
     two_bw.submit()

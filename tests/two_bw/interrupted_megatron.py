@@ -27,6 +27,7 @@ WORLD, ITERATIONS, RESUMED_AFTER = 2, 10, (2, 3, 6)
 SMALL = {"layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "stages": WORLD, "micro_batches": 3, "experts": 4}
 # The first losses are scaled by too much.
 FP16 = {"precision": "fp16", "initial_loss_scale": 2.0**20, "clip_grad": 0.1}
+CORRECTIONS = ("none", "weight-prediction", "error-feedback")
 CPU = torch.device("cpu")
 
 
@@ -77,8 +78,10 @@ def run(rank: int, folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), CUDA_VISIBLE_DEVICES="", CUDA_DEVICE_MAX_CONNECTIONS="1")
     prepare(CPU)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
-    options = TrainOptions.of(**SMALL, **FP16, schedule="2bw", iterations=ITERATIONS)
-    found = [train(options, path) for path in (None, Path(folder, f"rank-{rank}.pt"))]
+    found = []
+    for correction in CORRECTIONS:
+        options = TrainOptions.of(**SMALL, **FP16, schedule="2bw", iterations=ITERATIONS, delay_correction=correction)
+        found.append([train(options, path) for path in (None, Path(folder, f"rank-{rank}.pt"))])
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

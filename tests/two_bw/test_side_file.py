@@ -18,6 +18,8 @@ resume = functools.partial(side_file.resume, accepts_one_version=False, setting=
 class Steps:
     """What is saved of 2BW, and given back."""
 
+    correction = None
+
     def __init__(self, state=None):
         self.state = state
 
@@ -167,3 +169,36 @@ def test_what_cannot_be_written_is_one_line(tmp_path):
     assert str(error.value).startswith("the checkpoint of iteration 3 could not be saved: ")
     assert str(error.value).endswith("File exists: go on from the one before, which is whole")
     assert "\n" not in str(error.value)
+
+
+class Corrected(Steps):
+    """With a delay correction whose state is a process' own; `name` is the one that was saved."""
+
+    correction = "error-feedback"
+
+    def own_state(self):
+        return {"corrected": [torch.full((3,), 7.0)]}
+
+    def corrected_alike(self, state):
+        return state["correction"] == self.correction
+
+
+@pytest.mark.parametrize("saved", ["error-feedback", "weight-prediction"])
+def test_a_correction_of_the_process_own_optimizer_has_a_file_of_its_own(tmp_path, saved):
+    weights = [torch.ones(2)]
+    part = side_file.Part([tmp_path / "stage.pt"], weights)
+    own = side_file.Part([tmp_path / "rank.pt"], weights, own=True)
+    steps = Corrected({"before": [torch.zeros(2)], "correction": saved})
+    for one in (part, own):
+        side_file.write(one.paths[0], 3, "of iteration 3", steps, one)
+    fresh = Corrected()
+    _, line = resume(fresh, [part, own], 3, True)
+    if saved != fresh.correction:
+        assert line.endswith("as they were saved; the delay correction begins anew")
+        assert "corrected" not in fresh.state
+        return
+    assert line.endswith("as they were saved")
+    assert fresh.state["corrected"][0].tolist() == [7, 7, 7]
+    own.paths[0].unlink()
+    with pytest.raises(side_file.SideFileError, match=r"but there is no file .*rank\.pt"):
+        resume(Corrected(), [part, own], 3, True)

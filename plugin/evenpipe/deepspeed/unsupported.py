@@ -132,7 +132,7 @@ def _not_with_two_bw(engine: Any, gradients: object | None) -> Iterator[tuple[st
         yield (
             f"the optimizer {type(engine.optimizer).__name__} with these settings is",
             "does not know where it keeps the gradients that wait for their step",
-            'use Adam or SGD, ZeRO 0 or 1, no offloading, and in fp16 no other "grad_accum_dtype"',
+            'use ZeRO 0 or 1 with any torch optimizer, no offloading, and in fp16 no other "grad_accum_dtype"',
         )
     if engine.has_moe_layers:
         yield (

@@ -39,7 +39,6 @@ class Refusal(NamedTuple):
         return f"{self.setting}{self.value and '='}{self.value} {self.reason}: {self.remedy}"
 
 
-_OPTIMIZERS: Final = ("adam", "sgd")
 _OF_A_BATCH: Final = ("global_aux_loss", "quantile_balancing")
 
 
@@ -65,7 +64,6 @@ _REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
         "cuda_graph_impl": lambda captured, _: captured not in (None, "none"),
         "moe_router_load_balancing_type": lambda kinds, _: any(one in (kinds or ()) for one in _OF_A_BATCH),
         "grad_norm_skip_threshold": lambda threshold, _: math.isfinite(threshold or math.inf),
-        "optimizer": lambda optimizer, _: optimizer not in _OPTIMIZERS,
         "ckpt_format": _by_chunk,
         "ckpt_convert_format": _by_chunk,
         "vision_pretraining_type": lambda kind, given: kind == "dino" and given.vision_pretraining,
@@ -170,7 +168,6 @@ _ARGUMENTS_WITH_TWO_VERSIONS: Mapping[str, str] = {
     "perform_rl_step": "makes each batch with the weights of the one before",
     "iterations_to_skip": "skips data that 2bw has begun to read",
     "dataloader_save": "saves how far data has been read, and 2bw reads ahead",
-    "optimizer": f"is none of {', '.join(_OPTIMIZERS)}",
     "non_persistent_ckpt_type=local": "has no room for a second weight version",
 }
 

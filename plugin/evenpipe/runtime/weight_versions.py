@@ -100,6 +100,7 @@ class WeightVersions:
         """Inside, everything points at the version after the newest, which begins as a copy of that.
 
         Changes made in place inside do not disturb backward passes that are still to come: these use older versions.
+        Raises RuntimeError when a parameter has been given other memory inside: the versions would not see it again.
         """
         old, new = self._memory_of(self.latest), self._memory_of(self.latest + 1)
         for memories in self._memories:
@@ -111,6 +112,12 @@ class WeightVersions:
             view.point_at(new)
         with _unsafe_preserve_version_counter(self._stepped):
             yield
+        for view in (*self._used, *self._written):
+            if getattr(*view.alias).data_ptr() != view.tensors[new].data_ptr():
+                raise RuntimeError(
+                    "2bw: the optimizer has given a parameter other memory instead of changing it in place, so that "
+                    "there would be no two versions of it: use an optimizer that writes in place"
+                )
 
     def tensors(self, version: int) -> list[Tensor]:
         """Return the parameters of `version`, in the order they were given; views of its memory."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from evenpipe.schedule import ScheduleError, Spec, choose
 from evenpipe.wording.validation import plain_message
 
-__all__ = ["ConfigError", "EvenPipeConfig", "first_problem"]
+__all__ = ["ConfigError", "DelayCorrection", "EvenPipeConfig", "first_problem"]
+
+
+DelayCorrection: TypeAlias = Literal["none", "error-feedback", "weight-prediction", "nesterov"]
 
 
 class ConfigError(ValueError):
@@ -71,6 +74,16 @@ class EvenPipeConfig(BaseModel):
         description="2bw: go on from a checkpoint that was saved with 2bw though its older weight version is missing, "
         "damaged or of other parallel sizes: both versions are then the loaded one (default: an error)",
         json_schema_extra={"flag": "--evenpipe-one-version"},
+    )
+    delay_correction: DelayCorrection = Field(
+        "none",
+        description="2bw: what is done about gradients that are a batch late: a step adds the error of the one before; "
+        "or forwards run on weights that are ahead by the last step, or by the momentum's part of it; each keeps one "
+        "more copy of the weights (default: nothing)",
+        json_schema_extra={
+            "flag": "--evenpipe-delay-correction",
+            "metavar": "none|error-feedback|weight-prediction|nesterov",
+        },
     )
     pair_adjacent: bool | None = Field(
         None,

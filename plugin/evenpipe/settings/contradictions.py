@@ -112,6 +112,12 @@ CONTRADICTIONS: Final = (
         "use that, or leave {one_version} out",
     ),
     Contradiction(
+        "delay_correction",
+        lambda config: config.delay_correction != "none" and not config.streams,
+        "only {schedule:2bw} has gradients that are a batch late",
+        "use that, or leave {delay_correction} out",
+    ),
+    Contradiction(
         "pair_adjacent",
         lambda config: bool(config.pair_adjacent) and not config.bpipe,
         "only {bpipe:true} exchanges anything within a pair",

@@ -16,6 +16,7 @@ from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Need, Program, Spec, check_offers, find, needs_of, verify
+from evenpipe.settings.config import DelayCorrection
 from evenpipe.torch.batches import Evaluation, Tokens, check_gradients, evaluating, mean_loss, share_of, weights_of
 from evenpipe.torch.offers import MODULE_OFFERS
 from evenpipe.torch.ties import Ties
@@ -93,17 +94,20 @@ class Pipeline(ABC):
     def two_bw(
         self,
         batches: Iterable[Any],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         clip_grad: float = 0.0,
         replicas: dist.ProcessGroup | None = None,
+        delay_correction: DelayCorrection = "none",
     ) -> TwoBWTraining:
         """Train under a schedule without flushes, 2bw: iterate over what is returned, a batch at a time.
 
         batches: each what `step` takes (of several arguments a tuple); read one ahead. optimizer: of this stage's
-        parameters; stepped, and gradients let go of, by what is returned, and not by the loop. clip_grad: the largest
+        parameters, or several (Muon for matrices and AdamW for the rest); stepped, and gradients let go of, by what is
+        returned, and not by the loop. clip_grad: the largest
         norm of the gradients of all stages; 0: any. replicas: the processes with this stage in other pipelines, whose
-        gradients' mean is taken. Another call begins anew, with both versions the newest weights. Raises ValueError for
+        gradients' mean is taken. delay_correction: what is done about late gradients (docs/2bw.md), alike on all
+        stages. Another call begins anew, with both versions the newest weights. Raises ValueError for
         a program that flushes.
         """
         if self.versions is None:
@@ -112,10 +116,11 @@ class Pipeline(ABC):
         assert group is not None, "torch.distributed has been started"
         if self._training is not None:
             self._training.drain()  # a loop may have left it before its batches ended
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         gradients = PlainGradients(
-            self.versions, optimizer, self.squares, group, clip_grad, replicas, self.shared_gradients
+            self.versions, optimizers, self.squares, group, clip_grad, replicas, self.shared_gradients
         )
-        self._training = TwoBWTraining(self, batches, gradients)
+        self._training = TwoBWTraining(self, batches, gradients, delay_correction)
         return self._training
 
     @property

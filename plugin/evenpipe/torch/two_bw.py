@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from evenpipe.runtime.heartbeat import wait_for
 from evenpipe.runtime.stage import ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Program, Stream, find, swapping
+from evenpipe.settings.config import DelayCorrection
 from evenpipe.torch.batches import check_gradients, mean_loss
 from evenpipe.torch.ties import Ties
 from evenpipe.two_bw.gradients import Gradients, Outcome, ParameterGradients
@@ -25,7 +27,10 @@ __all__ = ["PlainGradients", "TwoBWPipeline", "TwoBWTraining", "scaled_to"]
 
 
 class PlainGradients(Gradients):
-    """Those of one stage of a pipeline of plain modules, and its optimizer.
+    """Those of one stage of a pipeline of plain modules, and its optimizers, which may be of any kind.
+
+    2BW says which weights a gradient was taken at; whatever makes a step of gradients steps. Raises ValueError for an
+    optimizer that needs more than gradients.
 
     squares: this stage's sums of squares of `parameter.grad`, in fp64, by piece of the model, zero for pieces on other
     stages, so that their sum over stages is exact. clip_grad: the largest norm of all stages' gradients; 0 for any.
@@ -35,7 +40,7 @@ class PlainGradients(Gradients):
     def __init__(
         self,
         versions: WeightVersions,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         squares: Callable[[], Tensor],
         group: dist.ProcessGroup,
         clip_grad: float = 0.0,
@@ -47,7 +52,9 @@ class PlainGradients(Gradients):
         self.exchange = Exchange(group, len(row), row.device)
         self.decides = clip_grad > 0
         self.waits = self.decides or (ties is not None and bool(ties))
-        self._optimizer = optimizer
+        self._optimizers = list(optimizers)
+        for optimizer in optimizers:
+            _check_steps(optimizer)
         self._squares = squares
         self._limit = clip_grad
         self._replicas = replicas if replicas is not None and replicas.size() > 1 else None
@@ -57,7 +64,11 @@ class PlainGradients(Gradients):
 
     @property
     def param_groups(self) -> Sequence[dict[str, Any]]:
-        return self._optimizer.param_groups
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return self._optimizers
 
     @property
     def kept(self) -> list[Tensor]:
@@ -71,7 +82,8 @@ class PlainGradients(Gradients):
 
     def reduce(self) -> None:
         # A learning-rate scheduler of torch's warns where no step came before its own; this one is submitted.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._ties is not None:
             self._ties.fill()
         self._own.keep(parameter for group in self.param_groups for parameter in group["params"])
@@ -103,8 +115,26 @@ class PlainGradients(Gradients):
             assert outcome.grad_norm is not None, "the norm decides"
             scaled_to(self._limit, outcome.grad_norm, self.kept)
         with self._own.in_place():
-            self._optimizer.step()
+            for optimizer in self._optimizers:
+                optimizer.step()
         self._own.let_go()
+
+
+def _check_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for an optimizer that does not step from a batch's gradients alone."""
+    name = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"2bw: {name}.step needs a closure, which computes the loss again on new weights while the pipeline is "
+            "amid the next batch: use an optimizer that steps without one"
+        )
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in every):
+        raise ValueError(
+            f"2bw: a parameter of {name} has hooks that run after each micro-batch's gradient, as an optimizer that "
+            "steps in the backward has: step by optimizer.step alone"
+        )
 
 
 def scaled_to(limit: float, norm: float, gradients: Sequence[Tensor]) -> None:
@@ -141,7 +171,13 @@ class TwoBWTraining(Iterator[Tensor | None]):
     called (by all ranks alike), all steps are made.
     """
 
-    def __init__(self, pipeline: TwoBWPipeline, batches: Iterable[Any], gradients: PlainGradients) -> None:
+    def __init__(
+        self,
+        pipeline: TwoBWPipeline,
+        batches: Iterable[Any],
+        gradients: PlainGradients,
+        delay_correction: DelayCorrection = "none",
+    ) -> None:
         schedule = pipeline.program.schedule
         self.gradients = gradients
         self._pipeline = pipeline
@@ -149,7 +185,7 @@ class TwoBWTraining(Iterator[Tensor | None]):
         self._sizes = schedule.stages, schedule.micro_batches
         self._buffers = _Buffers(pipeline.chunks)
         paired, swaps = bool(pipeline.program.pairs), swapping(schedule)
-        self.two_bw = TwoBW(gradients, find(schedule.name), paired, swaps, self._buffers)
+        self.two_bw = TwoBW(gradients, find(schedule.name), paired, swaps, self._buffers, delay_correction)
         self._ahead: Sequence[Any] | None = None
         self._found: dict[int, Tensor] = {}
         self._items: dict[int, Sequence[Any]] = {}  # of the present batch and the next, along the stream
@@ -164,7 +200,7 @@ class TwoBWTraining(Iterator[Tensor | None]):
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs beside parameters and the optimizer's state; all steps are made."""
         self.drain()
-        return self.two_bw.state_dict()
+        return self.two_bw.state_dict() | self.two_bw.own_state()
 
     def drain(self) -> None:
         """Finish the last step; what has been forwarded of the next batch is dropped, and forwarded again."""

@@ -95,7 +95,7 @@ def least_bytes(options: TrainOptions) -> int:
     shared = options.data_parallel if options.distributed_optimizer else 1
     mlps = max(options.experts // options.expert_parallel, 1)
     weights = options.layers * (4 + 8 * mlps) * hidden**2 + (_VOCABULARY + options.seq_length) * hidden
-    moments = 8 // shared if options.optimizer == "adam" else 0
+    moments = 8 // shared if options.optimizer != "sgd" else 0  # Muon: at most
     of_weights = options.data_parallel * weights * (2 * size + moments)
     saved = 1 if options.recompute == "full" else _SAVED_OF_A_LAYER
     sample = options.seq_length if not options.min_length else options.min_length

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from evenpipe.schedule import Program, Programs, Schedule, ScheduleError, Size, Stream, check_offers, choose, names
-from evenpipe.settings.config import EvenPipeConfig, first_problem
+from evenpipe.settings.config import DelayCorrection, EvenPipeConfig, first_problem
 from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in, only_tuned
 from evenpipe.settings.spelling import COMMAND, command_flag, in_flags
 from evenpipe.train.engines import ENGINES
@@ -142,7 +142,7 @@ def _schedule_exists(options: TrainOptions) -> None:
 
 
 def _settings_go_together(options: TrainOptions) -> None:
-    shared = ("schedule", "bpipe", "group_size", "retune_interval", "memory_gib")
+    shared = ("schedule", "bpipe", "group_size", "retune_interval", "memory_gib", "delay_correction")
     config = EvenPipeConfig.of(**{setting: getattr(options, setting) for setting in shared})
     on_cpu = options.group_size == "auto" and device_type(options.world_size) == "cpu"
     rows = (
@@ -171,8 +171,15 @@ def _engine_knows_its_settings(options: TrainOptions) -> None:
 
 
 def _optimizer_knows_its_settings(options: TrainOptions) -> None:
-    if options.momentum and options.optimizer == "adam":
+    if options.momentum and options.optimizer != "sgd":
         raise ValueError(f"--momentum {options.momentum}: is of SGD: use --optimizer sgd, or leave --momentum out")
+    if options.delay_correction == "nesterov" and options.optimizer == "sgd" and not options.momentum:
+        raise ValueError("--delay-correction nesterov: SGD has no momentum to look ahead by: give --momentum")
+    if options.optimizer == "muon" and options.engine != "module":
+        raise ValueError(
+            "--optimizer muon: torch's Muon steps matrices within the model, which only --engine module tells from its "
+            "ends: use that, or --optimizer adam"
+        )
     if options.distributed_optimizer and options.optimizer != "adam":
         raise ValueError("--distributed-optimizer: Megatron shares out Adam only: use --optimizer adam")
     if options.lr_warmup >= options.iterations:
@@ -265,7 +272,9 @@ class TrainOptions(BaseModel):
     initial_loss_scale: float = Field(
         65536.0, ge=1, allow_inf_nan=False, description="where the dynamic loss scale of fp16 starts"
     )
-    optimizer: Literal["adam", "sgd"] = Field("adam", description="adam | sgd")
+    optimizer: Literal["adam", "sgd", "muon"] = Field(
+        "adam", description="adam | sgd | muon (--engine module: of torch, with AdamW for embeddings and vectors)"
+    )
     momentum: float = Field(0.0, ge=0, lt=1, description="of SGD")
     weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False, description="weight decay")
     lr: float = Field(1e-3, gt=0, le=1e6, allow_inf_nan=False, description="learning rate")
@@ -295,6 +304,9 @@ class TrainOptions(BaseModel):
         "evenpipe",
         description="who carries the schedule out: evenpipe (in megatron-core) | megatron (its own functions) | "
         "module (plain PyTorch); planned: what --partition does, plain PyTorch too",
+    )
+    delay_correction: DelayCorrection = Field(
+        "none", description="2bw: none | error-feedback | weight-prediction | nesterov (docs/2bw.md)"
     )
     bpipe: bool = Field(False, description="level the stages' memory by evicting to partner stages")
     recompute: Literal["none", "selective", "full"] = Field(

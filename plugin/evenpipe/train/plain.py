@@ -26,6 +26,7 @@ from evenpipe.torch.planned import PlannedPipeline
 from evenpipe.torch.two_bw import TwoBWTraining
 from evenpipe.train.data import random_batch
 from evenpipe.train.engine import Case, Coordinates, OptimizerStep, Tuned, changed_versions
+from evenpipe.train.muon import MuonWithAdamW
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.run import digest
 from evenpipe.train.transformer import Part, initialised_piece, pieces_of
@@ -113,7 +114,11 @@ class PlainEngine(Observer, ABC):
         if options.streams:
             batches = map(self.batch, itertools.count(iteration))
             self._training = self.pipeline.two_bw(
-                batches, self.optimizer, clip_grad=options.clip_grad, replicas=self.replicas
+                batches,
+                self.optimizer,
+                clip_grad=options.clip_grad,
+                replicas=self.replicas,
+                delay_correction=options.delay_correction,
             )
             self._training.load_state_dict(self._saved_steps)
 
@@ -165,7 +170,7 @@ class PlainEngine(Observer, ABC):
         return {
             "parameters": [part.state_dict() for part in self.pipeline.chunks],
             "optimizer": self.optimizer.state_dict(),
-            **({} if self._training is None else {"steps": self._training.two_bw.state_dict()}),
+            **({} if self._training is None else {"steps": self._training.state_dict()}),
         }
 
     def started(self, action: Action) -> None:
@@ -198,7 +203,13 @@ class ModuleEngine(PlainEngine):
             part, options.program, loss_of, boundary, self._pipeline_group, self, measure=True
         )
         self.pipeline.pieces = options.layers + 2
-        self.optimizer = make_optimizer(options, self.pipeline.parameters())
+        ends = [
+            parameter
+            for number, piece in self.pipeline.numbered()
+            if number in (0, options.layers + 1)
+            for parameter in piece.parameters()
+        ]
+        self.optimizer = make_optimizer(options, self.pipeline.parameters(), ends)
 
     def batch(self, iteration: int) -> tuple[list[Any], list[Any]]:
         found = [
@@ -290,15 +301,27 @@ def squares_of(piece: nn.Module) -> Tensor:
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
 
-def make_optimizer(options: TrainOptions, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW or SGD of torch; matrices decay, vectors and biases do not."""
+def make_optimizer(
+    options: TrainOptions, parameters: Iterable[nn.Parameter], ends: Iterable[nn.Parameter] = ()
+) -> torch.optim.Optimizer:
+    """AdamW, SGD or Muon of torch; matrices decay, vectors and biases do not.
+
+    Muon has the matrices but those at the model's `ends`, embeddings and the output layer, and AdamW has the rest.
+    """
     every = list(parameters)
+    if options.optimizer == "muon":
+        at_ends = {id(one) for one in ends}
+        matrices = [one for one in every if one.dim() == 2 and id(one) not in at_ends]
+        by_muon = {id(one) for one in matrices}
+        every = [one for one in every if id(one) not in by_muon]
     groups = [
         {"params": [one for one in every if one.dim() > 1], "weight_decay": options.weight_decay},
         {"params": [one for one in every if one.dim() == 1], "weight_decay": 0.0},
     ]
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum)
+    if options.optimizer == "muon":
+        return MuonWithAdamW(matrices, groups, options.lr, options.weight_decay)
     return torch.optim.AdamW(groups, lr=options.lr)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -87,6 +88,11 @@ class Gradients(ABC):
     @abstractmethod
     def param_groups(self) -> Sequence[dict[str, Any]]:
         """The optimizer's parameter groups."""
+
+    @property
+    @abstractmethod
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Those of torch that write the weights, or their masters, at the bottom of the framework's."""
 
     @property
     @abstractmethod

@@ -53,6 +53,8 @@ class StepLog:
         """After every iteration, first of all."""
         if iteration == self._first:
             sizes = [stage, self._two_bw.versions.nbytes, self._two_bw.gradients.held_bytes]
+            if self._two_bw.correction is not None:
+                sizes.append(self._two_bw.correction.nbytes)
             if (rows := gather(sizes)) is not None:
                 self._say_first(memory_line(rows))
         self.gathered()
@@ -118,10 +120,14 @@ def step_line(losses: tuple[int, int] | None, finished: tuple[int, Outcome] | No
 
 
 def memory_line(rows: Sequence[Sequence[int]]) -> str:
-    """One line in the order of stages, from (stage, bytes of a weight version, of held gradients) of all ranks."""
+    """One line in the order of stages, from (stage, bytes of a weight version, of held gradients) of all ranks.
+
+    Where there is a delay correction, its bytes follow.
+    """
     of_stages = [_largest(rows, stage) for stage in range(1 + max(row[0] for row in rows))]
-    version, held = (" ".join(f"{nbytes / _MIB:.1f}" for nbytes in column) for column in zip(*of_stages, strict=True))
-    return f"2bw | second weight version MiB: {version} | held gradients MiB: {held} |"
+    columns = (" ".join(f"{nbytes / _MIB:.1f}" for nbytes in column) for column in zip(*of_stages, strict=True))
+    named = zip(("second weight version", "held gradients", "delay correction"), columns, strict=False)
+    return "2bw | " + " | ".join(f"{name} MiB: {column}" for name, column in named) + " |"
 
 
 def _largest(rows: Sequence[Sequence[Any]], stage: int) -> list[Any]:

@@ -26,12 +26,14 @@ class SideFileError(RuntimeError):
 class Part(NamedTuple):
     """Weights of a process that have a file of their own: where it may lie, and the `newest` it is used with only.
 
-    `places` are those of the trainable ones among all of the process; None: all.
+    `places` are those of the trainable ones among all of the process; None: all. `own`: the file has nothing but what
+    the delay correction keeps of the process' own optimizer.
     """
 
     paths: Sequence[Path]
     newest: Sequence[Tensor]
     places: Sequence[int] | None = None
+    own: bool = False
 
 
 class _Unusable(Exception):
@@ -47,7 +49,7 @@ def write(path: Path, iteration: int, checkpoint: str, two_bw: TwoBW, part: Part
         "format": _FORMAT,
         "iteration": iteration,
         "newest": _fingerprint(part.newest),
-        "state": two_bw.state_dict(part.places),
+        "state": two_bw.own_state() if part.own else two_bw.state_dict(part.places),
     }
     try:
         write_durably(path, sealed(lambda file: torch.save(content, file)))
@@ -79,7 +81,11 @@ def resume(
     """
     state, obstacle = None, None
     try:
-        state = _together(parts, [_first(part, iteration) for part in parts])
+        shared = [part for part in parts if not part.own]
+        state = _together(shared, [_first(part, iteration) for part in shared])
+        if two_bw.correction is not None and two_bw.corrected_alike(state):
+            own = [_first(part, iteration) for part in parts if part.own]
+            state = {**state, **{name: value for one in own for name, value in one.items()}}
     except (_Unusable, FileNotFoundError) as error:
         obstacle = str(error)
     exists = any(path.exists() for part in parts for path in part.paths)
@@ -97,7 +103,8 @@ def resume(
     if not saved_with_2bw:
         return False, "it was saved without 2bw: both weight versions are the loaded one"
     if obstacle is None:
-        return True, "both weight versions are as they were saved"
+        anew = two_bw.correction is not None and not two_bw.corrected_alike(state)
+        return True, "both weight versions are as they were saved" + anew * "; the delay correction begins anew"
     return False, f"both weight versions are the loaded one, as {obstacle}"
 
 
@@ -120,15 +127,18 @@ def _first(part: Part, iteration: int) -> Mapping[str, Any]:
 
 def _together(parts: Sequence[Part], states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """One state of those of all parts, which agree in all but the weights."""
-    before = [state["before"] for state in states]
-    if len(parts) == 1 or None in before:
-        return states[0]
-    placed = {
-        place: weight
-        for part, weights in zip(parts, before, strict=True)
-        for place, weight in zip(part.places or (), weights, strict=False)
-    }
-    return {**states[0], "before": [placed[place] for place in sorted(placed)]}
+    together = dict(states[0])
+    for name in ("before", "corrected"):
+        found = [state.get(name) for state in states]
+        if len(parts) == 1 or None in found:
+            continue
+        placed = {
+            place: weight
+            for part, weights in zip(parts, found, strict=True)
+            for place, weight in zip(part.places or (), weights or (), strict=False)
+        }
+        together[name] = [placed[place] for place in sorted(placed)]
+    return together
 
 
 def _read(path: Path, newest: Sequence[Tensor], iteration: int) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import Stage
 from evenpipe.schedule import Spec, Step, Stream, Unit, batch_of, required_version
+from evenpipe.settings.config import DelayCorrection
+from evenpipe.two_bw.delay_correction import correction_of
 from evenpipe.two_bw.gradients import Gradients, Outcome
 from evenpipe.two_bw.inputs import ReadAhead
 
@@ -69,9 +71,13 @@ class TwoBW:
         bpipe: bool,
         swaps: Collection[int] = (),
         state: BatchState | None = None,
+        correction: DelayCorrection = "none",
     ) -> None:
         self.gradients = gradients
         self.versions = gradients.versions
+        self.correction = correction_of(
+            correction, self.versions, lambda: gradients.param_groups, lambda: gradients.optimizers
+        )
         self.inputs = ReadAhead()
         self.batch = 0  # the next to be submitted: 0 where both versions begin equal, 1 after a resume with both
         self.loaded_at = 0
@@ -120,13 +126,15 @@ class TwoBW:
                 executor.connections.compare(self.gradients.exchange.named)
         stream, stage, _ = self._stream
         self.inputs.start_batch(source, sizes[1])
+        if self.correction is not None:
+            self.correction.hide()
         self._start_batch()
         place = executor.stage_index
         steps = stream.call(place, self._called, self.gradients.update_early(place))
         with executor.stretch(stream.program, stage, self) as take:
             yield Call(stream, steps, take, stage)
         self._called += 1
-        # Outside of a call the parameters are what the last finished step made of them.
+        # Outside of a call the parameters are what the last finished step made of them, or ahead of it.
         self.versions.use(self.versions.latest)
 
     def use(self, unit: Unit) -> None:
@@ -180,7 +188,8 @@ class TwoBW:
         if decides:
             self._read()
         outcome = self.outcome if decides else _NOTHING_KNOWN
-        with self.versions.writing(), _with_settings(self.gradients.param_groups, settings):
+        correcting = nullcontext() if self.correction is None else self.correction.stepping()
+        with self.versions.writing(), _with_settings(self.gradients.param_groups, settings), correcting:
             self.gradients.step(outcome)
         if scale is not None:
             scale.step_ended(self.batch - 1, not outcome.updated)
@@ -211,6 +220,8 @@ class TwoBW:
         self.update()
         self._read()
         self.versions.use(self.versions.latest)
+        if self.correction is not None:
+            self.correction.show()
         self._start_batch()  # a checkpoint is to have what the scaler knows then
 
     def break_off(self) -> None:
@@ -234,14 +245,27 @@ class TwoBW:
         With `places`, the older version has the parameters at these places only.
         """
         before = self.versions.tensors(self.versions.latest - 1) if self.batch > 0 else None
-        if before is not None and places is not None:
-            before = [before[place] for place in places]
-        scale = self.gradients.loss_scale
-        return {
-            "before": None if before is None else [_on_host(tensor) for tensor in before],
+        scale, correction = self.gradients.loss_scale, self.correction
+        state: dict[str, Any] = {
+            "before": None if before is None else _on_host(before, places),
             "outcome": list(self.outcome),
             "unlearnt": [] if scale is None else scale.unlearnt,
         }
+        if correction is not None:
+            state["correction"] = correction.name
+            if not correction.own:
+                state["corrected"] = _on_host(correction.state(), places)
+        return state
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what a checkpoint of this process alone needs beside: parts of an optimizer that is shared out."""
+        correction = self.correction
+        return {"corrected": _on_host(correction.state(), None)} if correction is not None and correction.own else {}
+
+    def corrected_alike(self, state: Mapping[str, Any] | None) -> bool:
+        """Return whether `state` was saved with this delay correction."""
+        name = None if self.correction is None else self.correction.name
+        return state is not None and state.get("correction") == name
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -258,6 +282,8 @@ class TwoBW:
         self.batch = self.loaded_at = 0 if before is None else 1
         self._finished = None
         self.versions.restart(self.batch, before)
+        if self.correction is not None:
+            self.correction.restart(state["corrected"] if state is not None and self.corrected_alike(state) else None)
         if self.gradients.loss_scale is not None:
             self.gradients.loss_scale.restart(self.batch, () if state is None else state["unlearnt"])
 
@@ -280,24 +306,36 @@ class TwoBW:
 
 
 def _settings_of(groups: Sequence[Mapping[str, Any]]) -> _Settings:
-    """Return the settings that training loops and learning-rate schedules change after every iteration."""
-    changed = ("lr", "weight_decay", "betas", "momentum")
-    return [{name: group[name] for name in changed if name in group} for group in groups]
+    """Return the settings, of any optimizer, that loops and schedules may change: numbers, tensors, tuples of them."""
+    return [{name: value for name, value in group.items() if _is_setting(value)} for group in groups]
+
+
+def _is_setting(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(one, int | float) for one in value)
+    return isinstance(value, int | float | Tensor)
 
 
 @contextmanager
 def _with_settings(groups: Sequence[dict[str, Any]], settings: _Settings) -> Iterator[None]:
-    """Inside, parameter groups have `settings`: a training loop has set those of the next iteration by now."""
-    present = _settings_of(groups)
-    for group, values in zip(groups, settings, strict=True):
-        group.update(values)
+    """Inside, parameter groups have `settings`: a training loop has set those of the next iteration by now.
+
+    Only what the loop has changed since is exchanged: an optimizer may count its own steps in a group.
+    """
+    present = [
+        {name: group[name] for name, value in values.items() if isinstance(value, Tensor) or value != group[name]}
+        for group, values in zip(groups, settings, strict=True)
+    ]
+    for group, values, changed in zip(groups, settings, present, strict=True):
+        group.update((name, values[name]) for name in changed)
     try:
         yield
     finally:
-        for group, values in zip(groups, present, strict=True):
-            group.update(values)
+        for group, changed in zip(groups, present, strict=True):
+            group.update(changed)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """Return a copy that takes no memory of a device."""
-    return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
+def _on_host(tensors: Sequence[Tensor], places: Sequence[int] | None) -> list[Tensor]:
+    """Return copies that take no memory of a device, of all `tensors` or those at `places`."""
+    some = tensors if places is None else [tensors[place] for place in places]
+    return [torch.empty_like(tensor, device="cpu").copy_(tensor.detach()) for tensor in some]

@@ -140,11 +140,6 @@ REFUSED = {
         {"calculate_per_token_loss": True},
         "2bw: --calculate-per-token-loss divides gradients by a whole batch's tokens, for which all stages wait for ",
     ),
-    "2bw, another optimizer": (
-        {"schedule": "2bw"},
-        {"optimizer": "muon"},
-        "2bw: --optimizer muon is none of adam, sgd",
-    ),
     "2bw, written beside bpipe": ({"schedule": "2bw", "bpipe": True}, {"async_save": True}, "2bw: --async-save asks "),
     "2bw, traced with bpipe": (
         {"schedule": "2bw", "bpipe": True, "trace": "t.json"},

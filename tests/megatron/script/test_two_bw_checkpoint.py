@@ -17,6 +17,8 @@ BESIDE, INSIDE = ".evenpipe_2bw/0000007_stage_02_shard_01.pt", "iter_0000007/eve
 class Buffers:
     """What is saved of 2BW, and given back."""
 
+    correction = None
+
     def __init__(self, before):
         self.before = before
 

@@ -101,9 +101,9 @@ class TwoBWEngine(EvenPipeEngine):
         self.drain()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         # Replicas hold the same weights: one of them writes.
-        if save_dir and self.grid.get_data_parallel_id() == 0:
-            part = self._part(Path(save_dir, tag))
-            side_file.write(part.paths[0], self.global_steps, tag, self.two_bw, part)
+        for part in self._parts(Path(save_dir, tag)) if save_dir else ():
+            if part.own or self.grid.get_data_parallel_id() == 0:
+                side_file.write(part.paths[0], self.global_steps, tag, self.two_bw, part)
         client_state = {**client_state, NAME: {"schedule": self.evenpipe.schedule}}
         return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
 
@@ -138,16 +138,20 @@ class TwoBWEngine(EvenPipeEngine):
         self._two_bw = None
         super().__del__()
 
-    def _part(self, checkpoint: Path) -> side_file.Part:
+    def _parts(self, checkpoint: Path) -> list[side_file.Part]:
         # DeepSpeed saves a tied layer as the first stage has it, whose parameters beside the tied one differ.
         saved = [weight for weight in self.module.parameters() if not getattr(weight, "ds_pipe_replicated", False)]
-        return side_file.Part([checkpoint / f"evenpipe_2bw_stage_{self.stage_id:02d}.pt"], saved)
+        parts = [side_file.Part([checkpoint / f"evenpipe_2bw_stage_{self.stage_id:02d}.pt"], saved)]
+        if self.two_bw.correction is not None and self.two_bw.correction.own:
+            path = checkpoint / f"evenpipe_2bw_rank_{self.global_rank:05d}.pt"
+            parts.append(side_file.Part([path], saved, own=True))
+        return parts
 
     def _resume(self, checkpoint: Path, saved_with_2bw: bool | None) -> None:
         try:
             complete, line = side_file.resume(
                 self.two_bw,
-                [self._part(checkpoint)],
+                self._parts(checkpoint),
                 self.global_steps,
                 saved_with_2bw,
                 accepts_one_version=self.evenpipe.one_version,
@@ -171,7 +175,8 @@ class TwoBWEngine(EvenPipeEngine):
         assert kind is not None
         self._gradients = kind(self)
         swaps = self.cut.plan.swaps if self.cut is not None else ()
-        self._two_bw = TwoBW(self._gradients, self.evenpipe.spec, self.evenpipe.bpipe, swaps)
+        section = self.evenpipe
+        self._two_bw = TwoBW(self._gradients, section.spec, section.bpipe, swaps, correction=section.delay_correction)
         return [*self.module.parameters(), *self._gradients.versions.memory]
 
     def _train(self, micro_batches: int) -> None:

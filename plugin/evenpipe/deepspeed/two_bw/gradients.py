@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -53,6 +54,13 @@ class EngineGradients(Gradients):
     def param_groups(self) -> Sequence[dict[str, Any]]:
         groups: Sequence[dict[str, Any]] = self._optimizer.param_groups
         return groups
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        inner = self._optimizer
+        while (within := getattr(inner, "optimizer", None)) is not None:
+            inner = within
+        return [inner]
 
     @property
     def held_bytes(self) -> int:

@@ -98,7 +98,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
         from evenpipe.megatron.two_bw import StreamSchedule
 
         schedule = stream = StreamSchedule(config.bpipe, observer, connected=report, schedule=config.spec)
-        training = TwoBWLoop(stream, args, config.one_version)
+        training = TwoBWLoop(stream, args, config.one_version, config.delay_correction)
         steps, more = training.step_log, [training.patches()]
     elif config.group_size == "auto" or "times" in config.spec.needs:
         from evenpipe.megatron.script.measured import AdaptiveTraining, SearchedTraining, measured_patches

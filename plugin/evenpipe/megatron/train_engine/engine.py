@@ -162,7 +162,7 @@ class MegatronEngine:
         }
 
     def state(self) -> dict[str, Any]:
-        learner, schedule = self.learner, self.schedule
+        learner, schedule, extra = self.learner, self.schedule, self.schedule.extra
         return {
             "parameters": [
                 {name: _compact(parameter) for name, parameter in chunk.named_parameters()}
@@ -171,7 +171,7 @@ class MegatronEngine:
             "optimizers": [_optimizer_state(optimizer) for optimizer in _parts(learner.optimizer)],
             "scheduler": learner.scheduler.state_dict(),
             "random": _random_state(learner.device),
-            "extra": None if schedule.extra is None else schedule.extra.state_dict(),
+            "extra": None if extra is None else extra.state_dict() | extra.own_state(),
             "adaptive": None if schedule.adaptive is None else schedule.adaptive.state_dict(),
         }
 

@@ -66,7 +66,9 @@ class _EvenPipeSchedule(Observer):
         spec = options.programs.spec
         if options.streams:
             self.schedule = self._stream = StreamSchedule(options.bpipe, observer=self, measure=True, schedule=spec)
-            self.extra = self._stream.attach(TwoBWOptimizer(learner.replica.chunks, learner.optimizer))
+            self.extra = self._stream.attach(
+                TwoBWOptimizer(learner.replica.chunks, learner.optimizer), delay_correction=options.delay_correction
+            )
         elif options.group_size == "auto":
             self.schedule = self.adaptive = AdaptiveSchedule(
                 _tuning(learner, note), options.bpipe, observer=self, measure=True, schedule=spec

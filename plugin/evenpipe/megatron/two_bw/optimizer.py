@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
@@ -48,13 +49,16 @@ class TwoBWOptimizer(Gradients):
         for settings in (self._config, model[0].ddp_config, optimizer.config):
             for refusal in refused_with_two_versions(settings):
                 raise ValueError(f"2bw: {refusal}")
+        _check_steps(optimizer)
         self._model = list(model)
         self._optimizer = optimizer
         # Experts that are shared out have an optimizer of their own, which may count in a group of its own. A stage
         # that has none of something takes part with a stub.
         self._counted_in: dict[Any, list[Any]] = {}
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            counted = self._counted_in.setdefault(part.get_grad_stats_parallel_group(), [])
+            # Replicas that share whole parameters out have parts of the figures.
+            group = dist.group.WORLD if _is_layer_wise(optimizer) else part.get_grad_stats_parallel_group()
+            counted = self._counted_in.setdefault(group, [])
             if not getattr(part, "is_stub_optimizer", False):
                 counted.append(part)
         self._parts = [part for counted in self._counted_in.values() for part in counted]
@@ -105,6 +109,10 @@ class TwoBWOptimizer(Gradients):
         return [group for part in self._parts for group in part.param_groups]
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [part.optimizer for part in self._parts if part.optimizer is not None]
+
+    @property
     def held_bytes(self) -> int:
         return 0 if self._own is None else self._own.nbytes
 
@@ -153,6 +161,8 @@ class TwoBWOptimizer(Gradients):
                         self._prepare(part, outcome.grad_norm)
                 for part in self._parts:
                     part.step_with_ready_grads()
+            if _is_layer_wise(self._optimizer):
+                self._optimizer.allgather_params()
         self._forget()
         self._pending = False
 
@@ -247,6 +257,28 @@ def _stepping_with_own(optimizer: Any) -> Iterator[None]:
     optimizer._get_model_param_range_map = lambda parameter: {"param": ranges(parameter)["param"].normalize()}
     yield
     del optimizer._get_model_param_range_map
+
+
+def _check_steps(optimizer: Any) -> None:
+    """Raise ValueError for an optimizer whose steps cannot be made one by one from gradients that are held."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for part in parts:
+        if not hasattr(part, "step_with_ready_grads"):
+            raise ValueError(
+                f"2bw: {type(part).__name__} prepares gradients and steps in one, while 2bw counts the gradients of "
+                "all stages in between: use an optimizer with step_with_ready_grads"
+            )
+    for part in (optimizer, *parts):
+        if _is_layer_wise(part) and (part is not optimizer or getattr(part, "use_buffer_param_sync", False)):
+            raise ValueError(
+                f"2bw: {type(part).__name__} reduces gradients into shards of whole parameters, each as it is shaped, "
+                "and 2bw holds shards that are cut anywhere: leave --use-distributed-optimizer out"
+            )
+
+
+def _is_layer_wise(optimizer: Any) -> bool:
+    """Return whether replicas step some of the parameters each, and then give them to each other."""
+    return hasattr(optimizer, "allgather_params")
 
 
 def _loss_scale(scalers: Sequence[Any]) -> LossScale:

@@ -17,6 +17,7 @@ from evenpipe.megatron.two_bw.expert_losses import ExpertLosses
 from evenpipe.megatron.two_bw.optimizer import TwoBWOptimizer
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import Spec, Stream, Unit
+from evenpipe.settings.config import DelayCorrection
 from evenpipe.two_bw.inputs import ReadAhead
 from evenpipe.two_bw.stream import TwoBW
 from evenpipe.upstream import verify
@@ -45,12 +46,17 @@ class StreamSchedule(PipelineSchedule):
         verify(TWO_BW)
         self._attached: tuple[TwoBWOptimizer, TwoBW] | None = None
 
-    def attach(self, optimizer: TwoBWOptimizer, losses: ExpertLosses | None = None) -> TwoBW:
+    def attach(
+        self,
+        optimizer: TwoBWOptimizer,
+        losses: ExpertLosses | None = None,
+        delay_correction: DelayCorrection = "none",
+    ) -> TwoBW:
         """Step by `optimizer`; each batch has its own sums of auxiliary `losses`, where there are some.
 
         Returns what has all of 2BW that lasts between two calls: drain it before anything reads the weights.
         """
-        two_bw = TwoBW(optimizer, self.programs.spec, self.bpipe, state=losses)
+        two_bw = TwoBW(optimizer, self.programs.spec, self.bpipe, state=losses, correction=delay_correction)
         optimizer.take_over(two_bw.submit)
         self._attached = optimizer, two_bw
         return two_bw

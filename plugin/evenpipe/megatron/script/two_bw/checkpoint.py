@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from evenpipe.megatron.script.flags import destination
@@ -29,13 +30,14 @@ _NAME: Final = "evenpipe_2bw"
 class _Share(NamedTuple):
     """The weights of this process that go into the file of that name, which `replica` 0 of those with the same writes.
 
-    `places` are those of the trainable ones among all of the process.
+    `places` are those of the trainable ones among all of the process. `own`: see `side_file.Part`.
     """
 
     name: str
     replica: int
     weights: Sequence[torch.Tensor]
     places: Sequence[int]
+    own: bool = False
 
 
 def save(iteration: int, model: Sequence[Any], two_bw: TwoBW, folder: str, write: Callable[[], Any]) -> Any:
@@ -45,10 +47,10 @@ def save(iteration: int, model: Sequence[Any], two_bw: TwoBW, folder: str, write
     has both. It wants its own folder empty, so ours stay beside it until it is done. Raises RuntimeError, with one
     line, when a file cannot be written.
     """
-    written = [share for share in _shares(model) if share.replica == 0]
+    written = [share for share in _shares(model, two_bw) if share.replica == 0]
     for share in written:
         _, beside = _paths(folder, iteration, share.name)
-        part = side_file.Part([beside], share.weights, share.places)
+        part = side_file.Part([beside], share.weights, share.places, share.own)
         side_file.write(beside, iteration, f"of iteration {iteration}", two_bw, part)
     result = write()
     for share in written:
@@ -68,10 +70,10 @@ def resume(
         return False
     folders = folders_loaded_from(args)
     parts = []
-    for share in _shares(model):
+    for share in _shares(model, two_bw):
         # Beside, where the job was killed after Megatron's tracker had moved on.
         paths = [path for folder in folders for path in _paths(folder, args.iteration, share.name)]
-        parts.append(side_file.Part(paths, share.weights, share.places))
+        parts.append(side_file.Part(paths, share.weights, share.places, share.own))
     complete, line = side_file.resume(
         two_bw,
         parts,
@@ -93,8 +95,11 @@ def has_two_versions(checkpoint_args: Namespace) -> bool | None:
         return None
 
 
-def _shares(model: Sequence[Any]) -> list[_Share]:
-    """Return the dense weights, of which there may be none, and the experts, if there are some that are shared out."""
+def _shares(model: Sequence[Any], two_bw: TwoBW) -> list[_Share]:
+    """Return the dense weights, of which there may be none, and the experts, if there are some that are shared out.
+
+    A delay correction of this process' own optimizer has a share beside these.
+    """
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     stage = f"stage_{parallel_state.get_pipeline_model_parallel_rank():02d}"
@@ -106,11 +111,14 @@ def _shares(model: Sequence[Any]) -> list[_Share]:
 
     shard = parallel_state.get_tensor_model_parallel_rank()
     dense = share(True, f"shard_{shard:02d}", parallel_state.get_data_parallel_rank(with_context_parallel=True))
+    own = []
+    if two_bw.correction is not None and two_bw.correction.own:
+        own.append(_Share(f"rank_{dist.get_rank():05d}", 0, parameters, (), own=True))
     if all(map(_is_dense, parameters)):
-        return [dense]
+        return [dense, *own]
     experts, shard = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
     name = f"experts_{experts:02d}_shard_{shard:02d}"
-    return [dense, share(False, name, parallel_state.get_expert_data_parallel_rank())]
+    return [dense, share(False, name, parallel_state.get_expert_data_parallel_rank()), *own]
 
 
 def _is_dense(parameter: Any) -> bool:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from evenpipe.megatron.two_bw import StreamSchedule
     from evenpipe.megatron.two_bw.expert_losses import ExpertLosses
     from evenpipe.runtime.exchange import Exchange
+    from evenpipe.settings.config import DelayCorrection
     from evenpipe.two_bw.stream import TwoBW
 
 __all__ = ["CALLED", "ExitDecision", "TwoBWLoop", "two_bw_patches"]
@@ -83,9 +84,16 @@ class TwoBWLoop:
     What Megatron would re-run after a suspicious result is switched off: a stream of batches cannot be wound back.
     """
 
-    def __init__(self, schedule: StreamSchedule, args: Namespace, accepts_one_version: bool = False) -> None:
+    def __init__(
+        self,
+        schedule: StreamSchedule,
+        args: Namespace,
+        accepts_one_version: bool = False,
+        delay_correction: DelayCorrection = "none",
+    ) -> None:
         self.args = args
         self._accepts_one_version = accepts_one_version
+        self._delay_correction: DelayCorrection = delay_correction
         self._saved_with_2bw: bool | None = None
         self._schedule = schedule
         self._two_bw: TwoBW | None = None
@@ -128,7 +136,7 @@ class TwoBWLoop:
         takes_over = TwoBWOptimizer(model, optimizer)
         if self.args.num_experts is not None:
             self._expert_losses = ExpertLosses()
-        self._two_bw = two_bw = self._schedule.attach(takes_over, self._expert_losses)
+        self._two_bw = two_bw = self._schedule.attach(takes_over, self._expert_losses, self._delay_correction)
         try:
             resumed = resume(
                 self.args, model, two_bw, self._saved_with_2bw, accepts_one_version=self._accepts_one_version

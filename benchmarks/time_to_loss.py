@@ -1,0 +1,224 @@
+"""What a batch's delay costs until a loss is reached, by optimizer and by correction of the delay.
+
+Measured: the loss on held-out text of a small GPT in one process, by the rule of each run: flushes (no delay), 2BW, and
+2BW with each correction; tests compare these rules with pipelines, bit for bit. Every run has the same samples; the
+learning rate of each is the best of those given. Iterations are counted, not timed: the time of one is theory's, (m + p
+- 1) / m under 1F1B for 1 under 2BW. So a busy machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from typing import Any, Final, NamedTuple
+
+import torch
+from harness import Benchmark, positive, progress_bar
+from rich.table import Table
+from torch import Tensor, nn
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from convergence import reaches
+    from evaluation import split
+
+    from evenpipe.train import data
+    from evenpipe.train.options import TrainOptions
+    from evenpipe.train.plain import learning_rate, loss_of, make_optimizer
+    from evenpipe.train.transformer import initialised_piece
+
+#: By how many steps gradients are ahead; None: no delay. Error feedback trains as weight-prediction does.
+AHEAD: Final = {"1f1b": None, "2bw": 0.0, "weight-prediction": 1.0, "nesterov": 0.9}
+OPTIMIZERS: Final = ("adam", "muon")
+#: Evaluations of a run, and samples of each.
+EVALUATIONS, HELD = 10, 256
+
+
+class Run(NamedTuple):
+    """One training: its rule, optimizer, learning rate and seed."""
+
+    rule: str
+    optimizer: str
+    lr: float
+    seed: int
+
+
+class Curve(NamedTuple):
+    """(Iterations done, held-out loss) of every evaluation, and the last loss of the weights that gradients see."""
+
+    validation: list[tuple[int, float]]
+    ahead: float
+
+
+def train(run: Run, options: TrainOptions) -> Curve:
+    """One run, in a process of its own."""
+    torch.set_num_threads(1)
+    text, held = split(data.load(options))
+    pieces = [initialised_piece(options, text.vocabulary, number) for number in range(options.layers + 2)]
+    model = nn.Sequential(*pieces)
+    ends = [parameter for piece in (pieces[0], pieces[-1]) for parameter in piece.parameters()]
+    optimizer = make_optimizer(options, model.parameters(), ends)
+    weights = list(model.parameters())
+    newest = _copies(weights)
+    seen, ahead = newest, newest
+    validation = []
+    for iteration in range(options.iterations):
+        if iteration % max(1, options.iterations // EVALUATIONS) == 0:
+            validation.append((iteration, _held_out(model, weights, newest, options, held)))
+        factor = AHEAD[run.rule]
+        _fill(weights, newest if factor is None else seen)
+        optimizer.zero_grad()
+        for batch in text.micro_batches(iteration, 0):
+            tokens, *target = map(torch.from_numpy, batch)
+            (loss_of(model(tokens), target) / options.micro_batches).backward()
+        nn.utils.clip_grad_norm_(weights, options.clip_grad)
+        _fill(weights, newest)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(options, iteration)
+        optimizer.step()
+        before, newest = newest, _copies(weights)
+        # The next batch sees what lay ahead before this step.
+        seen = ahead
+        ahead = [new + (factor or 0.0) * (new - old) for new, old in zip(newest, before, strict=True)]
+    validation.append((options.iterations, _held_out(model, weights, newest, options, held)))
+    return Curve(validation, _held_out(model, weights, ahead, options, held))
+
+
+@torch.no_grad()
+def _held_out(
+    model: nn.Module, weights: Sequence[Tensor], values: Sequence[Tensor], options: TrainOptions, held: data.Corpus
+) -> float:
+    _fill(weights, values)
+    losses = []
+    for iteration in range(-(-HELD // (options.micro_batches * options.micro_batch_size))):
+        for batch in held.micro_batches(iteration, 0):
+            tokens, *target = map(torch.from_numpy, batch)
+            losses.append(loss_of(model(tokens), target).item())
+    return statistics.fmean(losses)
+
+
+def _copies(weights: Sequence[Tensor]) -> list[Tensor]:
+    return [weight.detach().clone() for weight in weights]
+
+
+@torch.no_grad()
+def _fill(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.copy_(value)
+
+
+def result(optimizer: str, rule: str, found: dict[Run, Curve], iterations: int, speed: float) -> dict[str, Any]:
+    """One entry: the best rate, the last losses at it, and how far the run with flushes had come to that loss.
+
+    `share_of_flush`: of its iterations, and `speed_to_loss`: how much sooner it is there than 1F1B, whose iteration
+    takes `speed` times as long; None where 1F1B does not come as far.
+    """
+    trained = "weight-prediction" if rule == "error-feedback" else rule
+
+    def losses(of: str, rate: float) -> list[float]:
+        runs = [curve for run, curve in found.items() if run[:3] == (of, optimizer, rate)]
+        return [
+            curve.ahead if rule == "error-feedback" and of == trained else curve.validation[-1][1] for curve in runs
+        ]
+
+    def best(of: str) -> float:
+        return min({run.lr for run in found}, key=lambda rate: statistics.fmean(losses(of, rate)))
+
+    last, flushes = losses(trained, best(trained)), losses("1f1b", best("1f1b"))
+    curves = [curve.validation for run, curve in found.items() if run[:3] == ("1f1b", optimizer, best("1f1b"))]
+    mean = [(points[0][0], statistics.fmean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
+    reached = reaches(mean, statistics.fmean(last))
+    share = None if reached is None else reached / iterations
+    return {
+        "optimizer": optimizer,
+        "rule": rule,
+        "lr": best(trained),
+        "loss": statistics.fmean(last),
+        "spread": statistics.stdev(last) if len(last) > 1 else 0.0,
+        "losses": last,
+        "behind": statistics.fmean(one - other for one, other in zip(last, flushes, strict=True)),
+        "behind_spread": statistics.stdev([one - other for one, other in zip(last, flushes, strict=True)])
+        if len(last) > 1
+        else 0.0,
+        "by_rate": {f"{rate:g}": statistics.fmean(losses(trained, rate)) for rate in sorted({run.lr for run in found})},
+        "share_of_flush": share,
+        "speed_to_loss": None if share is None else (1.0 if rule == "1f1b" else speed) * share,
+    }
+
+
+def table(results: Sequence[dict[str, Any]], stages: int, micro_batches: int) -> Table:
+    """The same for people."""
+    shown = Table(
+        *(
+            "optimizer",
+            "rule",
+            "best lr",
+            "held-out loss",
+            "behind 1F1B",
+            "1F1B is there after",
+            "× 1F1B's speed to it",
+        ),
+        caption=f"± standard deviation over seeds; the last column by theory, p = {stages}, m = {micro_batches}",
+    )
+    for entry in results:
+        share, speed = entry["share_of_flush"], entry["speed_to_loss"]
+        shown.add_row(
+            entry["optimizer"],
+            entry["rule"],
+            f"{entry['lr']:g}",
+            f"{entry['loss']:.4f} ± {entry['spread']:.4f}",
+            f"{entry['behind']:+.4f} ± {entry['behind_spread']:.4f}",
+            "never" if share is None else f"{share:.0%}",
+            "sooner" if speed is None else f"{speed:.2f}",
+        )
+    return shown
+
+
+def main() -> None:
+    benchmark = Benchmark("time_to_loss", __doc__, repeats=3)
+    add = benchmark.parser.add_argument
+    add("--iterations", type=positive, default=200, help="of each run (default 200)")
+    add("--hidden", type=positive, default=32, help="(default 32)")
+    add("--lr", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3], help="the rates tried (default 2e-3 4e-3 8e-3)")
+    add("--optimizers", choices=OPTIMIZERS, nargs="+", default=list(OPTIMIZERS), help="(default adam muon)")
+    add("--stages", type=positive, default=8, help="p of the times (default 8)")
+    add("--micro-batches", type=positive, default=8, help="m of the times (default 8)")
+    add("--processes", type=positive, default=2, help="runs at a time (default 2)")
+    arguments = benchmark.parser.parse_args()
+    if any(not rate > 0 or not math.isfinite(rate) for rate in arguments.lr):
+        benchmark.parser.error("--lr: rates must be positive")
+    shape = {"layers": 2, "hidden": arguments.hidden, "seq_length": 64, "micro_batch_size": 8, "micro_batches": 2}
+    training = {"iterations": arguments.iterations, "lr_warmup": arguments.iterations // 10, "lr_decay": "cosine"}
+    same = {"engine": "module", "stages": 1, "clip_grad": 1.0, **shape, **training}
+    runs = [
+        Run(rule, optimizer, rate, 1234 + seed)
+        for optimizer, rule, rate, seed in product(arguments.optimizers, AHEAD, arguments.lr, range(arguments.repeats))
+    ]
+    every = [TrainOptions.of(**same, optimizer=run.optimizer, lr=run.lr, seed=run.seed) for run in runs]
+    found: dict[Run, Curve] = {}
+    with (
+        progress_bar("runs", len(runs)) as tick,
+        ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool,
+    ):
+        for run, curve in zip(runs, pool.map(train, runs, every), strict=True):
+            found[run] = curve
+            tick()
+    speed = (arguments.micro_batches + arguments.stages - 1) / arguments.micro_batches
+    results = [
+        result(optimizer, rule, found, arguments.iterations, speed)
+        for optimizer in arguments.optimizers
+        for rule in (*AHEAD, "error-feedback")
+    ]
+    settings = copy.copy(vars(arguments)) | {"tokens_per_batch": 64 * 8 * 2, "speed": speed}
+    del settings["json"]
+    benchmark.report(settings, results, table(results, arguments.stages, arguments.micro_batches))
+
+
+if __name__ == "__main__":
+    main()
