@@ -60,7 +60,7 @@ def planned(folder: Path, function: str, workload: Workload, name: str = "P") ->
 
 
 def trained(path: Path, *flags: str, fault: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    words = [*command(fault), "--partition", str(path), "--iterations", "3", *flags]
+    words = [*command(fault), "--partition", str(path), "--trust", "--iterations", "3", *flags]
     return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
 
 
@@ -115,7 +115,7 @@ def test_what_is_swapped_and_computed_again_is_freed_and_changes_no_bit(saving: 
 
 @pytest.mark.long
 def test_a_process_killed_at_a_swap_ends_the_job_with_its_cause(saving: tuple[Path, Path]) -> None:
-    actions = TrainOptions.of(partition=str(saving[1])).plan.actions
+    actions = TrainOptions.of(partition=str(saving[1]), trust=True).plan.actions
     stage = next(stage for stage, row in enumerate(actions) if Action("O", 1) in row)
     run = trained(saving[1], fault=(f"{stage}:O1", "kill"))
 
@@ -134,7 +134,7 @@ def test_the_schedule_changes_no_weight(plan: Path) -> None:
 
 @pytest.mark.long
 def test_a_killed_process_ends_the_job_with_its_cause(plan: Path) -> None:
-    with Run(base={"--partition": str(plan), "--iterations": "100000"}) as run:
+    with Run("--trust", base={"--partition": str(plan), "--iterations": "100000"}) as run:
         os.kill(run.training()[1], signal.SIGKILL)
         ending = run.ending()
 
@@ -166,8 +166,13 @@ def test_an_error_in_generated_code_names_the_users_line(tmp_path: Path) -> None
 )
 def test_options_that_the_plan_contradicts_are_refused(plan: Path, asked: dict[str, object], says: str) -> None:
     with pytest.raises(OptionsError, match=says) as caught:
-        TrainOptions.of(partition=str(plan), **asked)
+        TrainOptions.of(partition=str(plan), trust=True, **asked)
     assert "\n" not in str(caught.value)
+
+
+def test_a_plan_does_not_have_a_python_file_executed_without_a_yes(plan: Path) -> None:
+    with pytest.raises(OptionsError, match=r"P.json: its model comes from .*model.py:make: add --trust to execute"):
+        TrainOptions.of(partition=str(plan))
 
 
 def test_what_cannot_be_trained_is_refused(plan: Path, tmp_path: Path) -> None:

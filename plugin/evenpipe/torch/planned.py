@@ -53,7 +53,7 @@ class PlannedPipeline(Pipeline):
     group: the ranks of the pipeline, stage by stage; all ranks, if left out.
     job: the ranks whose swaps add up on a host, all of which make their pipelines now; those of `group`, if left out.
     observer: is told of every action. With `measure`, `executor.counter` knows what this stage saves, and `truth` what
-    all stages took. A plan is code: stage files whose digests are not those in the plan are executed with `trust` only.
+    all stages took. Stage files that do more than tensor operations, or that changed, are executed with `trust` only.
 
     Parameters that several stages use have a copy on each, with the same gradient. All ranks of the group make it
     alike. Raises PartitionError or StageCodeError (both ValueError), one line, where the plan cannot be read, is of
