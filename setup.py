@@ -22,7 +22,7 @@ setup(
     extras_require={
         "megatron": ["megatron-core>=0.14,<0.20"],
         "deepspeed": ["deepspeed>=0.19.4,<=0.19.8"],
-        "huggingface": ["transformers>=5"],
+        "huggingface": ["transformers>=5", "accelerate>=1.1"],
         "report": ["bokeh>=3.8,<4"],
         "search": ["numba>=0.61"],
         "test": [

@@ -101,7 +101,8 @@ def test_pictures_are_drawn_by_jobs():
     assert all((ROOT / "docs" / name).exists() for name in shown)
 
 
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "patches/README.md", "recipes/README.md")]
+_OF_THE_ROOT = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = [ROOT / name for name in (*_OF_THE_ROOT, "patches/README.md", "recipes/README.md")]
 
 
 def _anchors(page: Path) -> set[str]:

@@ -54,7 +54,7 @@ def planned(folder: Path, workload: Workload) -> Path:
 
 
 def trained(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    words = [*command(), "--partition", str(path), "--iterations", "3", *flags]
+    words = [*command(), "--partition", str(path), "--trust", "--iterations", "3", *flags]
     return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
 
 
@@ -119,8 +119,13 @@ def test_what_is_swapped_and_computed_again_is_freed_and_changes_no_bit(saving: 
 )
 def test_options_that_the_plan_contradicts_are_refused(plan: Path, asked: dict[str, object], says: str) -> None:
     with pytest.raises(OptionsError, match=says) as caught:
-        TrainOptions.of(partition=str(plan), **asked)
+        TrainOptions.of(partition=str(plan), trust=True, **asked)
     assert "\n" not in str(caught.value)
+
+
+def test_a_plan_does_not_have_a_python_file_executed_without_a_yes(plan: Path) -> None:
+    with pytest.raises(OptionsError, match=r"P.json: its model comes from .*model.py:make: add --trust to execute"):
+        TrainOptions.of(partition=str(plan))
 
 
 def test_what_cannot_be_trained_is_refused(plan: Path, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
+from evenpipe.wording.printable import printable
+
 __all__ = [
     "COMMANDS",
     "STANDARD_OUTPUT",
@@ -128,7 +130,7 @@ class Parser(argparse.ArgumentParser):
         With ``--json``, an object ``{"error": line}`` is printed too.
         """
         line = " ".join(message.split())
-        shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)
+        shown = printable(line)
         if self._as_json:
             try:
                 print(json.dumps({"error": shown}), flush=True)

@@ -30,6 +30,7 @@ from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, read_plan, run_of_pla
 from evenpipe.recipes.unsupported import refuse, refuse_before_planning, refuse_divided
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags
+from evenpipe.wording.printable import printable
 
 __all__ = ["add_to", "show_check", "show_converted"]
 
@@ -49,9 +50,9 @@ def show_check(folder: Path, checkout: Path | None) -> int:
             problems += said
             notes += note
     for line in problems:
-        print(" ".join(line.split()))
+        print(printable(" ".join(line.split())))
     for line in notes:
-        print(f"note: {' '.join(line.split())}")
+        print(printable(f"note: {' '.join(line.split())}"))
     if found.estimate is not None and not problems:
         estimate = found.estimate
         most = max(stage.bytes.total for stage in estimate.stages) / 2**30
@@ -111,15 +112,15 @@ def show_converted(words: Sequence[str], on: str | None) -> None:
         raise UsageError(in_megatron(str(error))) from error
     except EstimateError as error:
         raise UsageError(in_megatron(in_flags(error))) from error
-    print("\n".join(found.diff))
+    print(printable("\n".join(found.diff)))
     print()
     if found.before is not None and found.after is not None:
         print(f"now:           {_said(found.before)}")
-        print(f"with EvenPipe: {_said(found.after)} (on {nodes.name})")
+        print(printable(f"with EvenPipe: {_said(found.after)} (on {nodes.name})"))
     else:
         print(f"and in DeepSpeed's configuration, such as: {_SECTION}")
     print()
-    print(found.command)
+    print(printable(found.command))
 
 
 def _said(estimate: Estimate) -> str:

@@ -8,9 +8,12 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final, Literal, TypeAlias
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from evenpipe.wording.printable import printable
 
 __all__ = ["DRAWN_WIDTH", "console_of", "print_table"]
 
@@ -29,7 +32,17 @@ def console_of(stderr: bool = False) -> Console:
     width, height = shutil.get_terminal_size((_UNBOUNDED, 25))
     # Rich's own no_color leaves bold and dim.
     colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    return Console(stderr=stderr, width=width, height=height, color_system=colours, highlight=False, markup=False)
+    return _PrintableConsole(
+        stderr=stderr, width=width, height=height, color_system=colours, highlight=False, markup=False
+    )
+
+
+class _PrintableConsole(Console):
+    """Shows control characters of what it is given as escapes; styles are its own."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 def print_table(

@@ -115,6 +115,11 @@ class Origin(Frozen):
     small: bool = False
     autocast: str | None = None
 
+    @property
+    def is_function(self) -> bool:
+        """Return whether the model is a FILE.py:FUNCTION: to make it again executes that file."""
+        return ":" in Path(self.model).name
+
 
 class Profile(Document):
     """A model, node by node. `layer_ends`: the nodes that end what its author calls a layer, where coarser cuts go."""

@@ -83,6 +83,11 @@ class Pipeline(ABC):
         weights = [*self.parameters(), *(self.versions.memory if self.versions is not None else ())]
         self.executor = Executor(self.stage, connections, device, weights, observer, measure or program.pairs)
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks of the pipeline; None: all."""
+        return self._group
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of this stage's parts, for an optimizer."""
         return nn.ModuleList(self.chunks).parameters()  # each once, however many chunks share it

@@ -53,7 +53,7 @@ class PlannedPipeline(Pipeline):
     group: the ranks of the pipeline, stage by stage; all ranks, if left out.
     job: the ranks whose swaps add up on a host, all of which make their pipelines now; those of `group`, if left out.
     observer: is told of every action. With `measure`, `executor.counter` knows what this stage saves, and `truth` what
-    all stages took. A plan is code: stage files whose digests are not those in the plan are executed with `trust` only.
+    all stages took. Stage files that do more than tensor operations, or that changed, are executed with `trust` only.
 
     Parameters that several stages use have a copy on each, with the same gradient. All ranks of the group make it
     alike. Raises PartitionError or StageCodeError (both ValueError), one line, where the plan cannot be read, is of
@@ -228,9 +228,19 @@ class PlannedPipeline(Pipeline):
         """This stage's parameters and buffers, by the names that they have in the model."""
         return {name: one.detach() for name, one in self._own.items()}
 
+    def own_state(self) -> dict[str, Tensor]:
+        """Return those of `state_dict` that the model's has too, and no earlier stage: all stages' are the model's."""
+        saved = {self._names.get(name) for name in self._saved}
+        mine = self.state_dict().items()
+        return {name: one for name, one in mine if name in saved and self._owner[name] == self.stage}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this stage's parameters with the first of their names in the model."""
+        yield from self._parameters.items()
+
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Return the uncut model's, on the host of the first stage; None elsewhere. All ranks of the group call it."""
-        mine = {name: one.cpu() for name, one in self.state_dict().items() if self._owner[name] == self.stage}
+        mine = {name: one.cpu() for name, one in self.own_state().items()}
         ranks = dist.get_process_group_ranks(self._group)
         gathered: list[Any] | None = [None] * len(ranks) if self.stage == 0 else None
         dist.gather_object(mine, gathered, dst=ranks[0], group=self._group)

@@ -23,6 +23,7 @@ from evenpipe.train.machine import check_room
 from evenpipe.train.options import OptionsError, TrainOptions, device_type
 from evenpipe.train.ownership import Disturbed, owned
 from evenpipe.train.result import STOPPING, Failure, Iteration, Note, Results, RunResult, Saved, Stopping
+from evenpipe.wording.printable import printable
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
@@ -134,7 +135,7 @@ def _aside(progress: Progress) -> Iterator[Progress]:
 
 
 def _say(line: str) -> None:
-    print(f"evenpipe: {line}", file=sys.stderr, flush=True)
+    print(f"evenpipe: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def _context(kind: str, engine: str) -> ForkServerContext | SpawnContext:

@@ -323,7 +323,7 @@ class TrainOptions(BaseModel):
     )
     load: str | None = Field(None, description="go on from the latest checkpoint in this folder")
     trust: bool = Field(
-        False, description="execute stage files of the plan in --partition that have changed since it was written"
+        False, description="execute Python of the plan in --partition: its model's file, and changed stage files"
     )
 
     @classmethod
@@ -390,6 +390,9 @@ def _as_planned(values: dict[str, Any]) -> dict[str, Any]:
         _ = plan.program
     except (PartitionError, ScheduleError) as error:
         raise OptionsError(f"--partition {error}") from None
+    if plan.origin.is_function and not values.get("trust"):
+        file = plan.origin.model
+        raise OptionsError(f"--partition {path}: its model comes from {file}: add --trust to execute that file")
     for name in _OF_THE_PLANS_MODEL:
         if name in values:
             given, bare = COMMAND.head(name, values[name]), COMMAND.mention(name, None)

@@ -213,6 +213,26 @@ def test_partitions_are_recommended_nothing_above_their_limit(
     assert "cannot be told: the document is of an older release" in page_of(path)
 
 
+def test_hostile_names_of_a_partition_are_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On the page, and on a terminal that they would steer."""
+    name = "<script>alert(1)</script>\x1b]0;taken over\x07\u202e"
+    profile, plan = tmp_path / "f.json", tmp_path / "p.json"
+    known = ["partition", "--model", "bert-large", "--small", "--stages", "2", "--profile-out", str(profile)]
+    assert main(known) == 0
+    document = json.loads(profile.read_text())
+    document["origin"]["model"] = name
+    document["nodes"] = [one | {"name": name + one["name"]} for one in document["nodes"]]
+    profile.write_text(json.dumps(document))
+    capsys.readouterr()
+    assert main(["partition", "--profile", str(profile), "--stages", "2", "--out", str(plan)]) == 0
+    said = capsys.readouterr().out
+    assert r"\x1b]0;taken over\u202e" in said, "and rich leaves the bell out"
+    assert not {"\x1b", "\x07", "\u202e"}.intersection(said)
+    page = page_of(plan)
+    assert "alert(1)" in page
+    assert "<script>alert(1)" not in page
+
+
 def test_a_demo_opens_with_its_runs_side_by_side(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     document, path = json.loads(run.read_text()), tmp_path / "demo.json"
     other = document | {"weights_sha256": "0", "iteration_ms": [9000.0, 200.0, 300.0, 400.0]}

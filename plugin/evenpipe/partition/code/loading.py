@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from evenpipe.partition.code.form import check_form
 from evenpipe.partition.code.part import Part, Scope, StageCodeError
 from evenpipe.partition.code.writing import constants_apart, digest_of, stage_sources
 from evenpipe.partition.profile import Profile
@@ -62,8 +63,8 @@ def load_parts(
     """Return a stage's parts, in order of chunks; their parameters and buffers are the model's own.
 
     Where these are not on `device`, or there is a `state` (see `place`), the parts have their own, and the model, which
-    may be on the meta device, stays as it is. `trust`: execute files whose digests are not those of the plan. Raises
-    StageCodeError, or PartitionError for the plan.
+    may be on the meta device, stays as it is. `trust`: execute files that have changed since the plan, or that do more
+    than operations on tensors (`check_form`). Raises StageCodeError, or PartitionError for the plan.
     """
     parts = tuple(part_type() for part_type in part_types(plan_path, stage, trust))
     path, plan = _stage_path(plan_path, stage), Plan.read(plan_path)
@@ -88,6 +89,8 @@ def part_types(plan_path: Path, stage: int, trust: bool = False) -> tuple[type[P
     named = _PLAN_LINE.search(source)
     if named is None or named[1] != digest_of(plan):
         raise StageCodeError(f"{path}: it is of another plan than {plan_path} is now: {_remedy(plan_path)}")
+    if not trust:
+        check_form(source, str(path))
     # Not by import, whose cache takes a file written in the same second for the one before.
     module = ModuleType(path.stem)
     module.__file__ = str(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -87,7 +88,8 @@ def _is_lifted(name: str) -> bool:
 def _file(plan: Plan, stage: int, files: Mapping[str, str], classes: Mapping[str, str]) -> str:
     origin = plan.origin
     bpipe = " with BPipe" if plan.bpipe else ""
-    title = f"Stage {stage} of {plan.stage_count} of {origin.model}, micro-batches of {origin.micro_batch_size}"
+    model = _quoted(origin.model)
+    title = f"Stage {stage} of {plan.stage_count} of {model}, micro-batches of {origin.micro_batch_size}"
     listed = "".join(f"    {_text(name)}: {_text(file)},\n" for name, file in sorted(files.items()))
     code = "\n\n".join(classes.values())
     names = ", ".join(
@@ -114,9 +116,10 @@ def _class(graph: Graph, part: PartNodes, position: int, body: Body, keeping: Ke
     read = {node.target for node in graph.module.graph.find_nodes(op="placeholder") if node.users}
     unread = [name for name in graph.inputs if position == 0 and name not in read]
     state = [*body.held, *(graph.unread if position == 0 else ())]
+    first, last = (_quoted(graph.names[number]) for number in (part.first, part.last))
     lines = [
         f"class Part{position}(Part):",
-        f'    """Nodes {part.first} to {part.last}: from {graph.names[part.first]} to {graph.names[part.last]}."""',
+        f'    """Nodes {part.first} to {part.last}: from {first} to {last}."""',
         "",
         *_table("INPUTS", "(", [_text(name) for name in inputs]),
         *_table("INPUT_SHAPES", "(", [_text(tuple(graph.inputs[name].shape)) for name in inputs]),
@@ -135,6 +138,11 @@ def _class(graph: Graph, part: PartNodes, position: int, body: Body, keeping: Ke
         *(f"        {line}".rstrip() for line in body.lines),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """Return a name for a docstring, which it cannot end."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _text(value: Any) -> str:

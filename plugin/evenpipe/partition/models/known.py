@@ -75,6 +75,6 @@ def example_of(origin: Origin) -> Example:
         return build(
             name, size, precision=origin.precision, attention=attention, sequence_length=length, small=origin.small
         )
-    if ":" in Path(name).name:
+    if origin.is_function:
         return from_function(name, size)
     return from_config(Path(name), size, precision=origin.precision, attention=attention, sequence_length=length)

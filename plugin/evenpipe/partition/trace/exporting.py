@@ -30,7 +30,10 @@ _TORCH: Final = str(Path(torch.__file__).parent)
 _PARTITION: Final = str(Path(__file__).parent.parent)
 _FRAME: Final = re.compile(r'File "(.+)", line (\d+).*\n *(.*)')
 #: What these print and log when an export fails are whole graphs; transformers warns of its own defaults.
-_LOGGERS: Final = ("torch.export", "torch.fx.experimental.symbolic_shapes", "transformers")
+_LOGGERS: Final = (
+    *("torch.export", "torch.fx.experimental.symbolic_shapes", "transformers"),
+    "torch._subclasses.fake_tensor",  # of an operator without the data type, for which the model has another
+)
 
 
 class TraceError(ValueError):

@@ -1,0 +1,73 @@
+"""`PipelineTrainer` beside transformers' own `Trainer`: the same losses, norms and weights, in a pipeline of two."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import forked
+
+pytest.importorskip("accelerate")
+CASES = Path(__file__).with_name("trainer_cases.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf")
+    imported = "transformers.models.llama.modeling_llama,torch._dynamo,torch.optim"
+    for command in (
+        [sys.executable, str(CASES), "make", str(folder)],
+        forked.command(2, imported, CASES, "pipeline", str(folder)),
+        [sys.executable, str(CASES), "own", str(folder)],
+    ):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert run.returncode == 0, run.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(folder: Path) -> Any:
+    return json.loads((folder / "own.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[Any]:
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_losses_norms_and_rates_are_trainers(own: Any, ranks: list[Any]) -> None:
+    """Over batches of several lengths, in which some labels count nothing."""
+    assert len(own["log"]) == 4
+    for rank in ranks:
+        assert rank["steps"] == 4
+        for mine, theirs in zip(rank["log"], own["log"], strict=True):
+            assert {name: mine[name] for name in theirs} == pytest.approx(theirs, rel=1e-4)
+
+
+def test_each_length_has_a_plan_and_the_stages_weights_are_there_once(ranks: list[Any]) -> None:
+    """All ranks' parameters are the model's, and none has more than its stage."""
+    assert [rank["plans"] for rank in ranks] == [2, 2]
+    assert sum(rank["held"] for rank in ranks) == ranks[0]["whole"]
+    assert all(rank["held"] < 0.7 * rank["whole"] for rank in ranks)
+
+
+def test_evaluation_is_the_mean_over_labels(own: Any, ranks: list[Any]) -> None:
+    assert ranks[0]["eval"] == pytest.approx(own["eval"], rel=1e-4)
+    assert ranks[0]["incomplete"] == ranks[1]["incomplete"] != ranks[0]["eval"][0]
+
+
+def test_what_each_rank_saved_of_its_stage_is_what_from_pretrained_loads(folder: Path, own: Any) -> None:
+    assert own["wrong"] == {}
+    assert own["moved"] > 1e-3
+    assert own["off"] < 1e-4
+    names = sorted(path.name for path in (folder / "trained").glob("*.safetensors*"))
+    assert names == [*(f"model-0000{n}-of-00002.safetensors" for n in (1, 2)), "model.safetensors.index.json"]
+
+
+def test_settings_that_would_be_passed_over_are_refused(ranks: list[Any]) -> None:
+    assert ranks[0]["refused"].startswith("gradient_checkpointing=True: the pipeline does not do that: give optimize=")

@@ -1,0 +1,123 @@
+"""A Llama by `PipelineTrainer` on two ranks (`pipeline`), and by transformers' own in one process (`own`).
+
+`make` writes the model first; both write what they logged to FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+WIDTH = 64
+
+
+def samples(first: int) -> list[dict[str, list[int]]]:
+    """Sixteen of them, the short ones first; some labels count nothing."""
+    drawn = torch.Generator().manual_seed(first)
+    rows = []
+    for number in range(16):
+        tokens = torch.randint(3, WIDTH, (first + 2 * (number // 8 * 6 + number % 4),), generator=drawn).tolist()
+        rows.append({"input_ids": tokens, "labels": [-100] * 2 + tokens[2:], "attention_mask": [1] * len(tokens)})
+    return rows
+
+
+def longest(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Pads to the longest."""
+    to = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    return {name: torch.tensor([row[name] + [fill[name]] * (to - len(row[name])) for row in rows]) for name in fill}
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder / "trained"),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        num_train_epochs=2,
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        warmup_steps=1,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        train_sampling_strategy="sequential",
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **more,
+    )
+
+
+def make(folder: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=WIDTH, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+
+
+def own(folder: Path) -> None:
+    from transformers import Trainer
+
+    model = LlamaForCausalLM.from_pretrained(folder / "model")
+    trainer = Trainer(model, arguments(folder), train_dataset=samples(4), data_collator=longest)
+    trainer.train()
+    rows = [
+        {name: row.get(name) for name in ("loss", "grad_norm", "learning_rate")} for row in trainer.state.log_history
+    ]
+    trained, other = LlamaForCausalLM.from_pretrained(folder / "trained", output_loading_info=True)
+    ours, theirs = trained.state_dict(), model.state_dict()
+    losses = [trainer.evaluate(samples(5)[at : at + 8])["eval_loss"] for at in (0, 8)]
+    document = {
+        "log": rows[:-1],
+        "eval": losses,
+        "wrong": {name: sorted(map(str, found)) for name, found in other.items() if found},
+        "off": max(float((ours[name] - theirs[name]).abs().max()) for name in theirs),
+        "moved": max(
+            float((LlamaForCausalLM.from_pretrained(folder / "model").state_dict()[name] - one).abs().max())
+            for name, one in theirs.items()
+        ),
+    }
+    (folder / "own.json").write_text(json.dumps(document))
+
+
+def pipeline(folder: Path) -> None:
+    from evenpipe.partition.models import ModelError
+    from evenpipe.torch.hf import PipelineTrainer
+
+    dist.init_process_group("gloo")
+    refused = ""
+    try:
+        PipelineTrainer(folder / "model", arguments(folder, gradient_checkpointing=True))
+    except ModelError as error:
+        refused = str(error)
+    trainer = PipelineTrainer(folder / "model", arguments(folder), samples(4), data_collator=longest)
+    trained = trainer.train()
+    log = list(trainer.log_history)
+    losses = [trainer.evaluate(samples(5)[at : at + 8])["eval_loss"] for at in (0, 8)]
+    incomplete = trainer.evaluate(samples(5)[:3])["eval_loss"]
+    trainer.save_model()
+    held = {id(one): one for one in trainer.model.state_dict(keep_vars=True).values()}.values()
+    document = {
+        "log": log,
+        "eval": losses,
+        "incomplete": incomplete,
+        "steps": trained.global_step,
+        "plans": len(trainer._pipelines),
+        "held": sum(one.nbytes for one in held if not one.is_meta),
+        "whole": sum(one.nbytes for one in held),
+        "refused": refused,
+    }
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(document))
+    trainer.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"make": make, "own": own, "pipeline": pipeline}[sys.argv[1]](Path(sys.argv[2]))
