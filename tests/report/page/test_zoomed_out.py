@@ -74,6 +74,11 @@ def test_it_is_not_drawn_white(page: Page) -> None:
     colours = [[int(KINDS[kind].colour[at : at + 2], 16) for at in (1, 3, 5)] for kind in "FB"]
     page.wait_for_timeout(300)
     assert min(page.evaluate(_PAINTED, colours)) > 0.04, "forwards and backwards in their own colours"
+    columns = {start for start, *_ in page.evaluate(_DRAWN)["columns"]}
+    assert len(columns) > 80, "as many as fit, however soon the page was laid out"
+    page.set_viewport_size({"width": 800, "height": 900})
+    page.wait_for_timeout(600)
+    assert 200 < len({start for start, *_ in page.evaluate(_DRAWN)["columns"]}) < 240, "and of another width"
     said = page.locator(".shown").first.inner_text()
     assert "Shown: 0 ms to " in said
     assert "Single actions are too narrow to be drawn" in said

@@ -223,7 +223,8 @@
 
     // Boxes with numbers where there is room for them; else the shares of time of what they are.
     draw() {
-      const { start, end } = this.range, wide = Math.max(1, this.view.frame.bbox.width), across = wide / (end - start);
+      const { start, end } = this.range, wide = this.view.frame.bbox.width, across = wide / (end - start);
+      if (wide < thin) return this.moved(); // Bokeh has not laid it out yet
       const pixels = this.typical * across;
       const apart = pixels >= thin;
       this.numbers.visible = pixels > 7 * this.digits + 2;
@@ -300,7 +301,9 @@
         button.textContent = document.execCommand("copy") ? "Copied" : "Selected: copy it with Ctrl+C";
       });
     }
-    addEventListener("resize", () => charts.forEach((chart) => chart.moved()));
+    // Bokeh lays charts out after the page, which need not have a new size for that.
+    const sized = new ResizeObserver(() => setTimeout(() => charts.forEach((chart) => chart.moved()), 50));
+    for (const chart of charts) sized.observe(chart.surface);
     document.documentElement.dataset.ready = "yes";
   }
 
