@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,12 @@ def test_a_skill_says_what_it_is_for_and_is_short():
         assert {words[0] for words in commands(skill)} <= {"evenpipe", "torchrun"}
 
 
-@pytest.mark.parametrize("words", _of_skills("evenpipe"), ids=lambda words: " ".join(words[1:4]))
+def _marked(words: list[str]) -> Any:
+    """A trace of a model takes long; `tests/end_to_end/test_readme.py` has such commands too."""
+    return pytest.param(words, marks=[pytest.mark.long] if words[1] == "partition" else [])
+
+
+@pytest.mark.parametrize("words", map(_marked, _of_skills("evenpipe")), ids=lambda words: " ".join(words[1:4]))
 def test_a_command_of_a_skill(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = (*MODEL, "--global-batch-size", "64")
