@@ -3,7 +3,7 @@ PYTHON ?= python3
 export PYTHON
 BIN := .venv/bin
 
-.PHONY: help prepare demo test test-gate test-all gpu check lint types boundaries clean
+.PHONY: help prepare demo test test-gate test-all gpu check lint types boundaries docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -51,6 +51,12 @@ types: prepare ## types (mypy, strict; of the benchmarks without what torch leav
 
 boundaries: prepare ## which room may import which (import-linter)
 	@$(BIN)/lint-imports
+
+docs: prepare ## build the pages as a site into build/site, every link looked at; python -m http.server -d build/site shows it
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+dist: prepare ## build a release into build/dist: source archive and wheel, the same bytes from the same commit
+	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation --outdir build/dist .
 
 clean: ## remove what these targets made
 	rm -rf .venv build demo.png demo.html .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

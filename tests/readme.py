@@ -1,4 +1,4 @@
-"""The commands of README.md, which tests run."""
+"""The commands of README.md and other pages, which tests run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 __all__ = ["ROOT", "commands", "commands_of"]
 
 ROOT = Path(__file__).parents[1]
-_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^ *```bash\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 #: Text that stands for the reader's own words, as one word.
 _YOURS = re.compile(r"<([\w. ]+)>")
 
 
-def commands() -> list[list[str]]:
-    """The words of each command; text in angle brackets is one word."""
-    blocks = _BLOCK.findall((ROOT / "README.md").read_text())
+def commands(page: str = "README.md") -> list[list[str]]:
+    """The words of each command of a page; text in angle brackets is one word."""
+    blocks = _BLOCK.findall((ROOT / page).read_text())
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [shlex.split(_YOURS.sub(lambda match: f"'{match[0]}'", line), comments=True) for line in lines]
 

@@ -1,3 +1,8 @@
-"""EvenPipe: pipeline parallelism with level memory and fewer bubbles."""
+"""EvenPipe: pipeline parallelism with level memory and fewer bubbles.
 
-__version__ = "0.1.0"
+`docs/api.md` lists what a program may import, and what stays the same between versions.
+"""
+
+__all__ = ["__version__"]
+
+__version__ = "0.2.0"

@@ -259,14 +259,18 @@ def _run(arguments: Namespace) -> None:
     except EstimateError as error:
         raise UsageError(in_flags(error)) from error
     plan = plan_of(question, found)
+    estimate = f"evenpipe estimate {shlex.join(words_of(arguments))}"
+    last = _recipe_of(arguments, question, plan.plans[0])
+    of_best = (f"{estimate} {plan.plans[0].flags}", *[last] * last.startswith("evenpipe "))
+    plan = plan.model_copy(update={"commands": of_best})
     document = plan.model_dump_json()
     write("--out", arguments.out, lambda path: write_atomically(path, document + "\n"))
     write("--picture", arguments.picture, lambda path: draw_front(path, drawn(plan, question, found)))
     if arguments.json:
         print(document)
     else:
-        show(plan, f"evenpipe estimate {shlex.join(words_of(arguments))}")
-        print(_recipe_of(arguments, question, plan.plans[0]))
+        show(plan, estimate)
+        print(last)
 
 
 def _recipe_of(arguments: Namespace, question: Question, best: PlannedRun) -> str:

@@ -15,6 +15,7 @@ from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.values import output_file, write
 from evenpipe.partition.search.plan import Plan as Partition
 from evenpipe.planner.search.plan import PlannedRun
+from evenpipe.planner.uncertainty import Uncertainty
 from evenpipe.report.bubbles import Room
 from evenpipe.report.files import write_atomically
 from evenpipe.report.page.content import (
@@ -141,8 +142,10 @@ def plan_view(document: dict[str, Any]) -> View:
     columns = ("Stage", "Forward", "Backward", *(kind.replace("_", " ") for kind in kinds))
     simulated = _simulated(program, costs)
     count = f"{cut} of " if cut < best.micro_batches else ""
+    sure = Uncertainty(**best.uncertainty)  # type: ignore[arg-type]
     facts = [
         ("Iteration", milliseconds(best.iteration_ms)),
+        ("Iteration, interval", _interval(best.iteration_ms, sure)),
         ("Bubble", percent(best.bubble, 1)),
         ("Samples a second", f"{best.samples_per_second:,.4g}"),
         ("Tokens a second and GPU", f"{best.tokens_per_second_per_gpu:,.4g}"),
@@ -171,7 +174,15 @@ def plan_view(document: dict[str, Any]) -> View:
         _runs("The Pareto front of memory against speed", plan.front),
         Table("Not taken", ("Runs", "Why"), [(one.family, one.reason) for one in plan.rejected]),
     ]
-    return view._replace(notes=[note], explained=[*view.explained, weighed], tables=[*tables, *view.tables])
+    notes = [note, f"The interval of an iteration: {sure.meaning}."]
+    tables = [*tables, *view.tables]
+    return view._replace(notes=notes, commands=plan.commands, explained=[*view.explained, weighed], tables=tables)
+
+
+def _interval(ms: float, sure: Uncertainty) -> str:
+    if sure.low is None or sure.high is None:
+        return str(sure)
+    return f"{milliseconds(ms * (1 + sure.low))} to {milliseconds(ms * (1 + sure.high))} ({sure})"
 
 
 def _drawn_program(run: PlannedRun) -> tuple[Program, int]:

@@ -194,6 +194,10 @@ def test_plans_have_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     facts = page[page.index('class="facts"') : page.index("</dl>")]
     assert facts.count(" ms<") == facts.count("Bubble") == 1, "the planner's; the simulator's are in a sentence"
     assert "These figures are the planner&#39;s" in page
+    assert re.search(r"Iteration, interval</dt><dd>[\d,.]+ ms to [\d,.]+ ms \(-[\d.]+% to \+[\d.]+%\)", facts)
+    estimate, recipe = re.findall(r'class="copy">Copy</button><code>(.*?)</code>', page)
+    assert main(estimate.split()[1:]) == 0
+    assert recipe.startswith("evenpipe recipe gpt --model gpt3-96b")
 
 
 def test_partitions_are_recommended_nothing_above_their_limit(

@@ -178,7 +178,8 @@ class Rejected(_Part):
 class Plan(_Part):
     """``plans``: the fastest first. ``front``: the Pareto front of memory against speed, the fastest first.
 
-    runs: how many were weighed, left out by bounds on memory and on time, and simulated.
+    runs: how many were weighed, left out by bounds on memory and on time, and simulated. commands: of the fastest run,
+    to be copied: one estimates it, one writes it as files where a recipe does that.
     """
 
     format: Literal["evenpipe.plan/1"] = "evenpipe.plan/1"
@@ -193,6 +194,7 @@ class Plan(_Part):
     front: list[PlannedRun]
     rejected: list[Rejected]
     runs: dict[str, int]
+    commands: tuple[str, ...] = ()
 
 
 def plan_of(question: Question, found: Found) -> Plan:

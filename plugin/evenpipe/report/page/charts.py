@@ -38,7 +38,7 @@ def timeline_chart(view: View, target: str) -> str:
     columns = _columns(view.drawn)
     source = ColumnDataSource(columns, name="actions")
     colours = {"fill_color": "colour", "fill_alpha": "alpha", "line_color": "edge", "line_width": _EDGE_PX}
-    boxes = plot.quad(left="start", right="end", top="top", bottom="bottom", source=source, **colours)
+    boxes = plot.quad(left="start", right="end", top="top", bottom="bottom", source=source, name="boxes", **colours)
     boxes.nonselection_glyph = boxes.glyph
     boxes.selection_glyph = boxes.glyph.clone(line_color="#d1006c", line_width=3)
     compute = [at for at, kind in enumerate(columns["kind"]) if kind in COMPUTE]
@@ -49,6 +49,10 @@ def timeline_chart(view: View, target: str) -> str:
     )
     size = {"text_font_size": "10px", "text_align": "center", "text_baseline": "middle", "text_color": "#1b1b1b"}
     plot.text(x="x", y="y", text="text", source=numbers, name="numbers", visible=False, **size)
+    # The page fills it where boxes would be too thin to be seen: their edges would leave nothing of them.
+    shares = ColumnDataSource({name: [] for name in ("start", "end", "top", "bottom", "colour", "alpha")})
+    filled = {"fill_color": "colour", "fill_alpha": "alpha", "line_color": None}
+    plot.quad("start", "end", "top", "bottom", source=shares, name="shares", visible=False, **filled)
     plot.add_tools(HoverTool(renderers=[boxes], tooltips=_ACTION_TIP))
     return _json(plot, target)
 

@@ -49,7 +49,7 @@ class View(NamedTuple):
     """One thing that is looked at. ``drawn``: what is measured comes first.
 
     facts: what it comes to. summary: how much of the time is lost, in a sentence. explained: more on that. tables: what
-    else there is. notes: what else is to be known of what is shown, before all.
+    else there is. notes: what else is to be known of what is shown, before all. commands: to be copied.
     """
 
     title: str
@@ -62,6 +62,7 @@ class View(NamedTuple):
     versions: Pairs = ()
     summary: str = ""
     notes: Sequence[str] = ()
+    commands: Sequence[str] = ()
 
 
 def amount(nbytes: float) -> str:

@@ -4,6 +4,7 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const still = 1.6; // how much one step zooms
   const finger = 24; // pixels: how far from an action a tap still means it
+  const thin = 3; // pixels: narrower boxes are not drawn one by one, since their white edges are all that would be seen
   const charts = [];
 
   // Bokeh's own parts (tooltips, messages, what is behind a drawing) are each in a shadow root, with light colours of
@@ -47,7 +48,9 @@
       this.whole = [this.range.start, this.range.end];
       this.at = null;
       this.actions = plot.select_one ? plot.document.get_model_by_name("actions") : null;
-      this.numbers = plot.renderers.find((one) => one.name === "numbers") ?? null;
+      const named = (name) => plot.renderers.find((one) => one.name === name) ?? null;
+      [this.numbers, this.boxes, this.shares] = ["numbers", "boxes", "shares"].map(named);
+      this.shown = element.querySelector(".shown");
       this.status = element.querySelector(".status");
       dress(plot);
       dark.addEventListener("change", () => dress(plot));
@@ -59,7 +62,18 @@
         if (what) this[what]();
       });
       this.order();
+      this.measure();
       this.moved();
+    }
+
+    // How long actions that compute typically take: a quarter takes less. The edges that boxes have where there is room.
+    measure() {
+      if (this.actions === null) return;
+      const { data } = this.actions;
+      const took = [...data.took].filter((_, i) => "FBDW".includes(data.kind[i])).sort((a, b) => a - b);
+      this.typical = took[Math.floor(took.length / 4)] ?? 0;
+      this.digits = Math.max(1, ...data.number.map((one) => one.length));
+      this.edges = [...data.edge];
     }
 
     // What N and P walk along: of each stage, its actions in time, the upper row first.
@@ -192,23 +206,85 @@
         `${ms(data.start[i])} to ${ms(data.end[i])} ms`;
     }
 
-    // Numbers stand in boxes that have room for them; all charts of a view show the same time.
+    // All charts of a view show the same time; drawing is left for the next frame, as moves come many at a time.
     moved() {
       const { start, end } = this.range;
-      if (this.numbers !== null && this.actions !== null) {
-        const data = this.actions.data;
-        const widths = [];
-        for (let i = 0; i < data.start.length; i += 1) if ("FBDW".includes(data.kind[i])) widths.push(data.took[i]);
-        widths.sort((a, b) => a - b);
-        const typical = widths[Math.floor(widths.length / 4)] ?? 0;
-        const pixels = (typical / (end - start)) * Math.max(1, this.element.clientWidth - 80);
-        const digits = Math.max(1, ...data.number.map((one) => one.length));
-        if (this.numbers.visible !== pixels > 7 * digits + 2) this.numbers.visible = pixels > 7 * digits + 2;
-      }
       for (const other of charts) {
         const twin = other !== this && other.element.dataset.view === this.element.dataset.view;
         if (twin && (other.range.start !== start || other.range.end !== end)) other.range.setv({ start, end });
       }
+      if (this.actions === null || this.waiting) return;
+      this.waiting = true;
+      requestAnimationFrame(() => {
+        this.waiting = false;
+        this.draw();
+      });
+    }
+
+    // Boxes with numbers where there is room for them; else the shares of time of what they are.
+    draw() {
+      const { start, end } = this.range, wide = this.view.frame.bbox.width, across = wide / (end - start);
+      if (wide < thin) return this.moved(); // Bokeh has not laid it out yet
+      const pixels = this.typical * across;
+      const apart = pixels >= thin;
+      this.numbers.visible = pixels > 7 * this.digits + 2;
+      this.boxes.visible = apart;
+      this.shares.visible = !apart;
+      const { data } = this.actions;
+      const ms = (value) => `${value.toLocaleString("en", { maximumFractionDigits: end - start < 1000 ? 2 : 0 })} ms`;
+      const [from, to] = [Math.max(start, 0), Math.min(end, this.last ??= Math.max(0, ...this.ends()))];
+      let said = `Shown: ${ms(from)} to ${ms(to)} of ${ms(this.last)}.`;
+      if (apart) {
+        const edge = this.edges.map((one, i) => (data.took[i] * across < thin ? data.colour[i] : one));
+        if (edge.some((one, i) => one !== data.edge[i])) this.actions.data = { ...data, edge };
+      } else {
+        const columns = Math.max(1, Math.floor(wide / thin));
+        this.shares.data_source.data = this.shared(start, (end - start) / columns, columns);
+        said += ` Single actions are too narrow to be drawn: each column is ${ms((end - start) / columns)} wide, and its ` +
+          "colours have the heights of their shares of that time. Zoom in to see actions.";
+      }
+      if (this.shown.textContent !== said) this.shown.textContent = said;
+    }
+
+    * ends() { for (const row of this.rows.values()) yield this.actions.data.end[row[row.length - 1]]; }
+
+    // Quads: in each column and lane, colours one above the other, as high as their shares of its time.
+    shared(start, step, columns) {
+      const { data } = this.actions, lanes = new Map();
+      for (let i = 0; i < data.start.length; i += 1) {
+        const first = Math.max(0, Math.floor((data.start[i] - start) / step));
+        const last = Math.min(columns - 1, Math.floor((data.end[i] - start) / step));
+        if (last < first) continue;
+        const key = `${data.top[i]} ${data.bottom[i]}`;
+        if (!lanes.has(key)) lanes.set(key, { i, colours: new Map() });
+        const { colours } = lanes.get(key);
+        if (!colours.has(data.colour[i])) colours.set(data.colour[i], new Float64Array(columns));
+        const sums = colours.get(data.colour[i]);
+        for (let at = first; at <= last; at += 1) {
+          const [from, to] = [start + at * step, start + (at + 1) * step];
+          // An update is a tick, which has no width.
+          sums[at] += data.kind[i] === "U" ? step : Math.min(to, data.end[i]) - Math.max(from, data.start[i]);
+        }
+      }
+      const quads = { start: [], end: [], top: [], bottom: [], colour: [], alpha: [] };
+      for (const { i, colours } of lanes.values()) {
+        const height = data.bottom[i] - data.top[i];
+        for (let at = 0; at < columns; at += 1) {
+          let bottom = data.bottom[i];
+          for (const [colour, sums] of colours) {
+            const share = Math.min(sums[at] / step, 1) * height;
+            if (share <= 0) continue;
+            quads.start.push(start + at * step);
+            quads.end.push(start + (at + 1) * step);
+            quads.bottom.push(bottom);
+            quads.top.push(bottom - share);
+            quads.colour.push(colour);
+            quads.alpha.push(data.alpha[i]);
+            bottom -= share;
+          }
+        }
+      }
+      return quads;
     }
   }
 
@@ -219,7 +295,15 @@
       const views = await Bokeh.embed.embed_item(item, target.id);
       charts.push(new Chart(element, [...views.roots][0]));
     }
-    addEventListener("resize", () => charts.forEach((chart) => chart.moved()));
+    for (const button of document.querySelectorAll("button.copy")) {
+      button.addEventListener("click", () => {
+        getSelection().selectAllChildren(button.parentElement.querySelector("code"));
+        button.textContent = document.execCommand("copy") ? "Copied" : "Selected: copy it with Ctrl+C";
+      });
+    }
+    // Bokeh lays charts out after the page, which need not have a new size for that.
+    const sized = new ResizeObserver(() => setTimeout(() => charts.forEach((chart) => chart.moved()), 50));
+    for (const chart of charts) sized.observe(chart.surface);
     document.documentElement.dataset.ready = "yes";
   }
 
