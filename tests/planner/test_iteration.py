@@ -18,7 +18,7 @@ from evenpipe.schedule import Program, Programs, Size, find
 from evenpipe.simulate import Costs, Wire, simulate
 
 TIMES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 80)), min_size=2, max_size=5)
-SCHEDULES = st.sampled_from(["1f1b", "gpipe", "kfkb", "interleaved", "zb-h1", "v-half"])
+SCHEDULES = st.sampled_from(["1f1b", "gpipe", "kfkb", "interleaved", "zb-h1", "v-half", "v-min", "zbv", "interleaved-zb"])
 
 
 def costs_of(times: list[tuple[int, int]], message: Wire | None = None) -> Costs:
@@ -27,19 +27,29 @@ def costs_of(times: list[tuple[int, int]], message: Wire | None = None) -> Costs
     return Costs(tuple(map(float, forward_ms)), tuple(map(float, backward_ms)), wires=wires)  # type: ignore[arg-type]
 
 
-@settings(max_examples=40)
-@given(SCHEDULES, TIMES, st.integers(1, 3), st.integers(1, 60), st.booleans())
-def test_it_is_as_long_and_as_large(name: str, times: list[tuple[int, int]], k: int, m: int, bpipe: bool) -> None:
+@settings(max_examples=80, deadline=None)
+@given(
+    SCHEDULES,
+    TIMES,
+    st.integers(1, 3),
+    st.integers(1, 90),
+    st.booleans(),
+    st.sampled_from([None, Wire(1.0, 0.0), Wire(0.0, 7.0), Wire(2.0, 30.0)]),
+)
+def test_it_is_as_long_and_as_large(
+    name: str, times: list[tuple[int, int]], k: int, m: int, bpipe: bool, message: Wire | None
+) -> None:
     spec, stages = find(name), len(times)
-    chunks = 2 if name == "interleaved" else 1
-    m = -(-m // stages) * stages if name in ("interleaved", "v-half") else m
+    chunks = 2 if name.startswith("interleaved") else 1
+    m = -(-m // stages) * stages if name.startswith(("interleaved", "v-half")) else m
     programs = Programs(spec, bpipe and spec.balanced is not None and stages >= 4 and chunks == 1)
     size = spec.fitted(Size(stages, m, chunks, k if "groups" in spec.needs else 1))
     units = [[100 + stage] * size.chunks for stage in range(stages)]
     left = [[80 + 30 * (stage % 2)] * size.chunks for stage in range(stages)]
+    costs = costs_of(times, message)
 
-    found = simulated(programs, size, costs_of(times), units, left)
-    whole = simulate(programs(size), costs_of(times), units, left)
+    found = simulated(programs, size, costs, units, left)
+    whole = simulate(programs(size), costs, units, left)
     assert found.makespan_ms == pytest.approx(whole.makespan_ms, rel=1e-9)
     assert found.saved_bytes == tuple(stage.peak_bytes for stage in whole.stages)
 

@@ -12,7 +12,7 @@ from evenpipe.planner.operations.operation import Parameters
 from evenpipe.planner.operations.parts import Block, Blocks, Part
 from evenpipe.planner.run import Run
 from evenpipe.schedule import Program, Programs, Size
-from evenpipe.simulate import Costs, Simulation, simulate
+from evenpipe.simulate import Costs, Simulation, period_ms, simulate
 
 __all__ = [
     "HandOver",
@@ -108,30 +108,61 @@ def simulated(
 ) -> Simulated:
     """Return a batch of ``size``, or of a stream the time by which one more batch makes it longer.
 
-    A long batch is not walked to its end, as long as its stages hold no more than those of a shorter one. Where
-    messages are free, and each further period of the schedule adds what the slowest stage takes for it, more of them do
-    too: a way through the batch that adds more there is not. Under BPipe, where partners wait for each other, a period
-    is as many micro-batches as there are stages, since the pace swings within that. Else the pace swings around its
-    mean, or is not reached yet, and only batches beyond thousands of micro-batches are cut short: to a thousandth.
+    A long batch is not walked to its end, as long as its stages hold no more than those of a shorter one. Where that
+    becomes steady (`period_ms`), each further period adds the same. Else, where messages are free, it does if it adds
+    what the slowest stage takes for it: a way through the batch that adds more there is not. Under BPipe, where
+    partners wait for each other, a period is as many micro-batches as there are stages, since the pace swings within
+    that. Where it swings around its mean, or is not reached yet, only batches beyond thousands of micro-batches are cut
+    short: to a thousandth.
     """
     stream = "stream" in programs.spec.needs
-    walk = partial(
-        _added if stream else _run,
-        programs,
-        on_clock=partial(simulate, costs=costs, unit_bytes=unit_bytes, left_bytes=left_bytes),
-    )
+    on_clock = partial(simulate, costs=costs, unit_bytes=unit_bytes, left_bytes=left_bytes)
     period = max(size.group_size, size.stages if size.chunks > 1 or programs.bpipe else 1)
+    if not (stream or programs.bpipe) and (steady := _steady(programs, size, on_clock, period)) is not None:
+        return steady
+    walk = partial(_added if stream else _run, programs, on_clock=on_clock)
     free = not any(any(wire) for wire in (*costs.wires.values(), *costs.links.values()))
-    if free and (steady := _counted_on(programs, size, walk, period)) is not None:
+    if free and (steps := _counted_on(programs, size, walk, period)) is not None:
         pace = period * max(map(sum, zip(costs.forward_ms, costs.backward_ms, strict=True)))
-        if all(abs(step - pace) <= _ROUNDING * pace for step in steady.steps):
-            return steady.found
+        if all(abs(step - pace) <= _ROUNDING * pace for step in steps.steps):
+            return steps.found
     batches, span = (2 * _BATCHES + 1, max(size.stages, _SPAN_OF_STREAM)) if stream else (1, _ROUNDS * size.stages)
     if size.micro_batches * size.stages * size.chunks * batches > _WALKED:
         mean = _counted_on(programs, size, walk, period * span)
         if mean is not None:
             return mean.found
     return walk(size)
+
+
+#: Times the stages, or the period: micro-batches of a batch that is steady between its start and its end, mostly; and
+#: of one that is nearly always, which is tried where the whole is at least twice as long.
+_STEADY: Final = (4, 12)
+
+
+def _steady(
+    programs: Programs, size: Size, on_clock: Callable[[Program], Simulation], period: int
+) -> Simulated | None:
+    """Return a batch by a shorter one's steady part; None where it has none, or is not shorter."""
+    for times in _STEADY:
+        short = _shorter(programs, size, times * max(size.stages, period), period)
+        if short is None or (times > _STEADY[0] and 2 * short.micro_batches > size.micro_batches):
+            return None
+        program = programs(short)
+        simulation = on_clock(program)
+        step = period_ms(program, simulation, period)
+        if step is not None:
+            more = (size.micro_batches - short.micro_batches) // period
+            return _result(program, simulation)._replace(makespan_ms=simulation.makespan_ms + more * step)
+    return None
+
+
+def _shorter(programs: Programs, size: Size, least: int, period: int) -> Size | None:
+    """Return a batch of ``least`` micro-batches or some more, whole periods shorter; None where it holds less."""
+    settled = 0 if programs.spec.settled is None else programs.spec.settled(size)
+    first = max(least, settled)
+    short = size._replace(micro_batches=first + (size.micro_batches - first) % period)
+    fits = short.micro_batches < size.micro_batches and programs.spec.bound(short) == programs.spec.bound(size)
+    return short if fits else None
 
 
 class _CountedOn(NamedTuple):
@@ -143,12 +174,10 @@ class _CountedOn(NamedTuple):
 
 def _counted_on(programs: Programs, size: Size, walk: Callable[[Size], Simulated], period: int) -> _CountedOn | None:
     """None where the batch is not longer than these, or its stages hold more."""
-    settled = 0 if programs.spec.settled is None else programs.spec.settled(size)
-    least = max(2 * size.stages, 2 * period, settled)
-    first = least + (size.micro_batches - least) % period
-    short = [size._replace(micro_batches=first + n * period) for n in range(3)]
-    if short[2].micro_batches >= size.micro_batches or programs.spec.bound(short[0]) != programs.spec.bound(size):
+    first = _shorter(programs, size, 2 * max(size.stages, period), period)
+    if first is None or first.micro_batches + 2 * period >= size.micro_batches:
         return None
+    short = [first._replace(micro_batches=first.micro_batches + n * period) for n in range(3)]
     runs = [walk(one) for one in short]
     steps = (runs[1].makespan_ms - runs[0].makespan_ms, runs[2].makespan_ms - runs[1].makespan_ms)
     more = (size.micro_batches - short[2].micro_batches) // period
@@ -163,7 +192,10 @@ def _added(programs: Programs, size: Size, on_clock: Callable[[Program], Simulat
 
 def _run(programs: Programs, size: Size, on_clock: Callable[[Program], Simulation]) -> Simulated:
     program = programs(size)
-    found = on_clock(program)
+    return _result(program, on_clock(program))
+
+
+def _result(program: Program, found: Simulation) -> Simulated:
     saved = tuple(stage.peak_bytes for stage in found.stages)
     return Simulated(found.makespan_ms, saved, program.schedule.weight_versions)
 

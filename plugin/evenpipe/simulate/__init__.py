@@ -3,6 +3,7 @@
 from evenpipe.simulate.costs import Costs, SimulationError, Wire
 from evenpipe.simulate.result import MemoryPoint, Simulation, Span, StageResult, simulation_document
 from evenpipe.simulate.simulator import ManyCosts, simulate
+from evenpipe.simulate.steady import period_ms
 
 __all__ = [
     "Costs",
@@ -13,6 +14,7 @@ __all__ = [
     "Span",
     "StageResult",
     "Wire",
+    "period_ms",
     "simulate",
     "simulation_document",
 ]

@@ -133,13 +133,16 @@ class StageResult:
 class Simulation:
     """One batch, or a stream of them, in time; ``timeline[s][i]`` is the span of the i-th action of stage s.
 
-    ``bubble_fraction`` is the part of all stages' time in which they do not compute, in [0, 1].
+    ``bubble_fraction`` is the part of all stages' time in which they do not compute, in [0, 1]. ``starts_ms``: when the
+    actions of each stage start. ``arrives_ms``: by the action that takes it, when a message is complete.
     """
 
     makespan_ms: float
     bubble_fraction: float
     stages: tuple[StageResult, ...]
     timeline: Sequence[tuple[Span, ...]]
+    starts_ms: Sequence[Sequence[float]]
+    arrives_ms: Sequence[float]
 
     def to_json(self) -> dict[str, Any]:
         """Return the document ``evenpipe.simulation/1``."""

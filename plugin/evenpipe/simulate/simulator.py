@@ -90,7 +90,14 @@ def simulate(
         raise SimulationError("the times add up to more than a number can hold: give shorter ones")
     results = tuple(clock.result(makespan_ms) for clock in clocks)
     bubble_fraction = sum(result.idle_ms for result in results) / (makespan_ms * stages) if makespan_ms else 0.0
-    return Simulation(makespan_ms, bubble_fraction, results, Lazy(stages, lambda stage: clocks[stage].spans()))
+    return Simulation(
+        makespan_ms,
+        bubble_fraction,
+        results,
+        Lazy(stages, lambda stage: clocks[stage].spans()),
+        [clock.starts_ms for clock in clocks],
+        network.end_ms,
+    )
 
 
 @dataclass(frozen=True)
@@ -211,13 +218,13 @@ class _StageClock:
         self._takes_ms = {letter: [of_chunk[cost] for of_chunk in takes_ms] for letter, cost in costs.items()}
         self._synchronous = synchronous
         self._network = network
-        self._start_ms: MutableSequence[Time] = [] if memory is None else array("d")
+        self.starts_ms: MutableSequence[Time] = [] if memory is None else array("d")
 
     def walk(self) -> Iterator[int]:
         """Go to the end; yield a message to wait until it has met."""
         wiring, rows, stage, network = self._wiring, self._rows, self.stage, self._network
         issue, met, end_ms, later, change = network.issue, network.met, network.end_ms, network.later, self._change
-        started, takes_ms = self._start_ms.append, self._takes_ms
+        started, takes_ms = self.starts_ms.append, self._takes_ms
         posts = zip(*map(_numbers, self._order.posts(stage)), strict=True)
         leaving = zip(*map(_numbers, wiring.leaving(stage)), strict=True)
         posted, received = next(posts, _NO_POST)
@@ -293,7 +300,7 @@ class _StageClock:
             else Span(
                 action, start_ms, start_ms + (takes_ms[action.kind][action.chunk] if action.kind in takes_ms else 0)
             )
-            for action, start_ms, moved in zip(self._actions, self._start_ms, moves, strict=True)
+            for action, start_ms, moved in zip(self._actions, self.starts_ms, moves, strict=True)
         )
 
 

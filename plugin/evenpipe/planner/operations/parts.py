@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
@@ -70,30 +70,33 @@ def parts_of(model: Model, run: Run) -> list[Part]:
 
 
 class Blocks:
-    """The operations of each kind of block on one GPU."""
+    """The operations of each kind of block on one GPU; ``like``: blocks of a run that only recomputes otherwise."""
 
-    def __init__(self, model: Model, run: Run) -> None:
+    def __init__(self, model: Model, run: Run, like: Blocks | None = None) -> None:
         self.run = run
-        shard = Shard(model, run)
-        self._shard = shard
-        last = experts if model.experts else mlp
-        self._made: Mapping[Block, Callable[[], list[Operation]]] = {
-            "embedding": lambda: embedding(shard),
-            "layer": lambda: attention(shard) + mlp(shard),
-            "kept layer": lambda: attention(shard) + mlp(shard),
-            "expert layer": lambda: attention(shard) + experts(shard),
-            "kept expert layer": lambda: attention(shard) + experts(shard),
-            "second embedding": lambda: embedding(shard, positions=False),
-            "further token": lambda: [*joined(shard), *attention(shard), *last(shard), shard.norm("final_norm")],
-            "head": lambda: head(shard, True),
-            "tied head": lambda: head(shard, False),
-            "further head": lambda: logits(shard, False),
-        }
+        self._shard = Shard(model, run)
+        self._like = like
 
     @cached_property
     def operations(self) -> Mapping[Block, list[Operation]]:
-        with_experts = self._shard.model.experts is not None
-        return {kind: make() for kind, make in self._made.items() if with_experts or "expert" not in kind}
+        if self._like is not None:
+            return self._like.operations
+        shard = self._shard
+        attended, dense = attention(shard), mlp(shard)
+        found: dict[Block, list[Operation]] = {
+            "embedding": embedding(shard),
+            "layer": attended + dense,
+            "kept layer": attended + dense,
+            "second embedding": embedding(shard, positions=False),
+            "head": head(shard, True),
+            "tied head": head(shard, False),
+            "further head": logits(shard, False),
+        }
+        last = dense
+        if shard.model.experts is not None:
+            last = experts(shard)
+            found |= {"expert layer": attended + last, "kept expert layer": attended + last}
+        return found | {"further token": [*joined(shard), *attended, *last, shard.norm("final_norm")]}
 
     def attention_mask_bytes(self, part: Part) -> float:
         """Return what all layers of the part together keep of a micro-batch's mask."""

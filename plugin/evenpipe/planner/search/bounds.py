@@ -48,8 +48,8 @@ class PartCost(NamedTuple):
 class Profile:
     """Every kind of block under one (t, b, recompute, e), which the number of stages does not change."""
 
-    def __init__(self, model: Model, run: Run, kernels: Kernels, parts_of: _PartsOf) -> None:
-        self._kernels, self._blocks = kernels, Blocks(model, run)
+    def __init__(self, model: Model, blocks: Blocks, kernels: Kernels, parts_of: _PartsOf) -> None:
+        self._kernels, self._blocks = kernels, blocks
         ends = (0, model.layers)
         kinds = dict.fromkeys(kind for part in (*parts_of(1, 1, None), *parts_of(2, 1, ends)) for kind, _ in part)
         self._alone: list[Part] = [{kind: 1} for kind in kinds]
@@ -147,14 +147,16 @@ class Divided:
         self._profiles: dict[Run, Profile] = {}
         self._parts = cache(self._parts_of)
         self._kernels = cache(lambda run: Kernels(run, cluster, FITTED))
+        self._blocks = cache(lambda run: Blocks(model, run))
 
     def of(self, run: Run) -> Profile:
         """A block does not know of stages and replicas: those that share out experts are counted by ``expert``."""
         key = replace(run, global_batch=1, data=1, stages=1, chunks=1, layout=None, placement="replicas")
         if key not in self._profiles:
             # What is recomputed takes as long as before.
-            kernels = self._kernels(replace(key, recompute="none", recomputed_modules=Run.recomputed_modules))
-            self._profiles[key] = Profile(self._model, key, kernels, self._parts)
+            bare = replace(key, recompute="none", recomputed_modules=Run.recomputed_modules)
+            blocks = Blocks(self._model, key, self._blocks(bare))
+            self._profiles[key] = Profile(self._model, blocks, self._kernels(bare), self._parts)
         return self._profiles[key]
 
     def _parts_of(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> Sequence[_Counts]:

@@ -39,6 +39,7 @@ __all__ = [
     "candidates_of",
     "families_of",
     "groups",
+    "kinds_of",
     "ways",
 ]
 
@@ -163,6 +164,19 @@ def _shapes(question: Question, group: Group) -> Iterator[Shape]:
         layouts = [True] * (layers % parts == 0) + [False] * (uneven and parts > 1)
         for even, placement in product(layouts, _placements(question, run)):
             yield Shape(replace(run, chunks=v, placement=placement), profile, least, even)
+
+
+def kinds_of(question: Question, run: Run) -> Iterator[Family]:
+    """Yield the families, schedules left out, that there may be runs of in the group of ``run``."""
+    yield Family("recompute", f"recompute {run.recompute}")
+    yield Family("bpipe", "without BPipe")
+    if question.bpipe and run.stages >= _LEVELLED:
+        yield Family("bpipe", "with BPipe")
+    if run.stages > 1:
+        placements = _placements(question, run) if run.data > 1 else []
+        yield from (Family("placement", f"{one} in one node") for one in placements)
+        kinds = ["even"] * (question.model.layers % run.stages == 0) + ["uneven"] * question.engine.uneven
+        yield from (Family("layout", f"{kind} stages") for kind in kinds)
 
 
 def _chunks(model: Model, stages: int) -> list[int]:

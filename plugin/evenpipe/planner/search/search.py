@@ -6,24 +6,26 @@ import bisect
 import heapq
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import fmean
-from typing import Final, NamedTuple
+from typing import Final
 
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import EstimateError, Run
-from evenpipe.planner.search.candidates import Candidate, Family, Group, candidates_of, groups
+from evenpipe.planner.search.candidates import Candidate, Family, Group, candidates_of, groups, kinds_of
 from evenpipe.planner.search.question import Question, nothing_fits
 
 __all__ = ["EQUAL", "Found", "ParetoFront", "Planned", "preference", "search"]
 
 
-class Planned(NamedTuple):
+@dataclass(frozen=True)
+class Planned:
     """A run that fits, and its estimate."""
 
     run: Run
     estimate: Estimate
 
-    @property
+    @cached_property
     def most_bytes(self) -> int:
         """Return the bytes of the fullest stage."""
         return max(stage.bytes.total for stage in self.estimate.stages)
@@ -32,7 +34,7 @@ class Planned(NamedTuple):
     def ms_a_sample(self) -> float:
         return 1e3 / self.estimate.samples_per_second
 
-    @property
+    @cached_property
     def ms_to_loss(self) -> float:
         """Return the milliseconds that rank runs: of a sample, times the iterations that the same loss takes."""
         return self.ms_a_sample * self.run.iterations
@@ -151,7 +153,7 @@ def search(question: Question, top: int = 1) -> Found:
             if len(found.plans) >= top and group.ms >= _SLOWEST * front.points[0].ms_to_loss:
                 found.left_out += 1
             else:
-                _queue(question, group, found, queue)
+                _queue(_of_use(question, group, found, front, top), group, found, queue)
             continue
         candidate = heapq.heappop(queue)
         run = candidate.run
@@ -212,6 +214,24 @@ def _queue(question: Question, group: Group, found: Found, queue: list[Candidate
             found.nearest = min(found.nearest, candidate.nbytes)
 
 
+def _of_use(question: Question, group: Group, found: Found, front: ParetoFront, top: int) -> Question:
+    """Return what to ask of a group: of one that no plan and no front can have runs of, only schedules without a run.
+
+    No plan and no front will have any later either, as both only get better.
+    """
+    if (
+        len(found.plans) < top
+        or group.ms < max(found.plans[top - 1].ms_to_loss, EQUAL * found.plans[0].ms_to_loss)
+        or front.takes(group.ms, group.nbytes)
+        or any(family not in found.best for family in kinds_of(question, group.run))
+    ):
+        return question
+    known = {family.value for family in found.best if family.kind == "schedule"}
+    if group.run.stages == 1:
+        return question if "no pipeline" not in known else replace(question, schedules=())
+    return replace(question, schedules=tuple(name for name in question.schedules if name not in known))
+
+
 def _may_count(candidate: Candidate, found: Found, front: ParetoFront, top: int, have: float) -> bool:
     if any(family not in found.best for family in candidate.families):
         return True
@@ -225,8 +245,10 @@ def _may_be_planned(candidate: Candidate, found: Found, top: int, have: float) -
     plans = found.plans
     if len(plans) < top or candidate.ms < plans[top - 1].ms_to_loss:
         return True
+    if candidate.ms > EQUAL * plans[0].ms_to_loss:
+        return False
     best = min(preference(one.run, one.most_bytes, have) for one in _equal(plans))
-    return candidate.ms <= EQUAL * plans[0].ms_to_loss and preference(candidate.run, candidate.nbytes, have) < best
+    return preference(candidate.run, candidate.nbytes, have) < best
 
 
 def _enter(planned: Planned, candidate: Candidate, found: Found, front: ParetoFront, top: int) -> None:
