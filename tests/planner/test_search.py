@@ -10,13 +10,13 @@ import pytest
 
 from evenpipe.cli.plan import engine_of
 from evenpipe.planner.descriptions import Model, cluster, framework, model
-from evenpipe.planner.estimate import Estimate, Estimator, framework_of
+from evenpipe.planner.estimate import Estimate, Estimator, estimate, framework_of
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.candidates import candidates
 from evenpipe.planner.search.plan import rejected
 from evenpipe.planner.search.question import Engine, Question, weighed
 from evenpipe.planner.search.search import EQUAL, Found, preference, search
-from evenpipe.schedule import own
+from evenpipe.schedule import find, own
 
 MEGATRON = Engine("Megatron", frozenset(["chunks", "groups", "stream"]), uneven=False, context=False)
 SMALL = Question(model("gpt3-13b"), cluster("1x8-a100-80gb"), 8, MEGATRON, ("1f1b", "interleaved", "gpipe"))
@@ -202,6 +202,24 @@ def test_experts_are_not_shared_out_across_pipelines() -> None:
     elsewhere = replace(question, tensor=1, engine=replace(MEGATRON, delayed_sharded=False))
     late = [one.run for one in candidates(elsewhere) if one.allowed and one.run.schedule == "2bw"]
     assert {run.expert for run in late} == {1}
+
+
+def test_experts_messages_are_hidden_by_orders_that_can_and_hold_a_unit_more() -> None:
+    """Megatron asks for several chunks a stage, and runs one forward more ahead (`get_pp_rank_microbatches`)."""
+    engine = replace(MEGATRON, offers=MEGATRON.offers | {"vee", "split"})
+    asked = Run(1, overlap_experts=True)
+    schedules = ("1f1b", "interleaved", "zbv", "dualpipev")
+    question = Question(model("mixtral-8x7b"), cluster("2x8-h100"), 32, engine, schedules, asked=asked)
+    question = replace(question, tensor=1, stages=4, micro_batch=1)
+    assert {one.run.schedule for one in candidates(question)} == {"interleaved", "dualpipev"}
+    assert {one.run.chunks > 1 for one in candidates(question)} == {True}
+    assert question.refused(find("zbv")) == "has no order in which experts' messages are hidden"
+    hidden = replace(asked, global_batch=32, stages=4, chunks=2, expert=4, attention="flash")
+    most = [
+        estimate(question.model, question.cluster, run).stages[0].bytes.activations
+        for run in (hidden, replace(hidden, overlap_experts=False))
+    ]
+    assert most[0] > most[1]
 
 
 @pytest.mark.parametrize(

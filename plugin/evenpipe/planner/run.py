@@ -163,10 +163,11 @@ class Run:
     def spec(self) -> Spec:
         """The schedule that is built: interleaved 1F1B, where 1F1B is asked for with model chunks.
 
-        Raises ScheduleError for one that there is not.
+        Where experts' messages are hidden, with its order for that. Raises ScheduleError for one that there is not.
         """
         named = choose(self.schedule)
-        return choose(named.chunked) if self.chunks > 1 and named.chunked else named
+        found = choose(named.chunked) if self.chunks > 1 and named.chunked else named
+        return found.overlapped or found if self.overlap_experts and self.stages > 1 else found
 
     @property
     def delayed(self) -> bool:

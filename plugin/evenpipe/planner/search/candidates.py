@@ -201,18 +201,24 @@ def _placements(question: Question, run: Run) -> list[Placement]:
 def ways(run: Run, schedules: tuple[str, ...], bpipe: bool) -> Sequence[Way]:
     """Return every schedule of these that can be of a shape, with and without BPipe."""
     # Ranks that are numbered along the pipeline are not pair-adjacent.
-    return _ways(run.stages, run.micro_batches, run.chunks, schedules, bpipe and run.placement == "replicas")
+    pairs = bpipe and run.placement == "replicas"
+    return _ways(run.stages, run.micro_batches, run.chunks, schedules, pairs, run.overlap_experts)
 
 
 @lru_cache(maxsize=4096)
-def _ways(stages: int, micro_batches: int, chunks: int, schedules: tuple[str, ...], bpipe: bool) -> Sequence[Way]:
+def _ways(
+    stages: int, micro_batches: int, chunks: int, schedules: tuple[str, ...], bpipe: bool, fused: bool
+) -> Sequence[Way]:
     if stages == 1:  # gradients are accumulated, there is no pipeline
         if "1f1b" not in schedules:
             return []
         alone = find("1f1b")
         return [_way(alone, Size(1, micro_batches), _places("1f1b", 1, 1), False)]
     found = []
-    for spec in map(find, schedules):
+    specs = [find(name) for name in schedules]
+    if fused:  # Megatron has a forward beside a backward with several chunks a stage only
+        specs = [spec.overlapped for spec in specs if spec.overlapped is not None]
+    for spec in specs:
         least, most = spec.chunks
         if chunks < least or (most is not None and chunks > most):
             continue

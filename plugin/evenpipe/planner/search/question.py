@@ -84,6 +84,8 @@ class Question:
         lacking = self.engine.lacks(spec)
         if lacking:
             return f"{self.engine.called} does not run it ({lacking})"
+        if self.asked.overlap_experts and spec.overlapped is None:
+            return "has no order in which experts' messages are hidden"
         if "stream" in spec.needs and not self.delayed:
             return "gradients are a batch late, which --delayed allows"
         return ""
