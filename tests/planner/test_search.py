@@ -214,7 +214,7 @@ def test_experts_messages_are_hidden_by_orders_that_can_and_hold_a_unit_more() -
     assert {one.run.schedule for one in candidates(question)} == {"interleaved", "dualpipev"}
     assert {one.run.chunks > 1 for one in candidates(question)} == {True}
     assert question.refused(find("zbv")) == "has no order in which experts' messages are hidden"
-    hidden = replace(asked, global_batch=32, stages=4, chunks=2, expert=4, attention="flash")
+    hidden = replace(asked, global_batch=32, stages=4, data=4, chunks=2, expert=4, attention="flash")
     most = [
         estimate(question.model, question.cluster, run).stages[0].bytes.activations
         for run in (hidden, replace(hidden, overlap_experts=False))
