@@ -146,7 +146,7 @@ class Estimator:
         self.cluster = cluster
         self.framework = of or framework_of(model, cluster)
         self.calibration = calibration
-        self._programs: dict[tuple[str, bool, Queues], Programs] = {}
+        self._programs: dict[tuple[str, bool, Queues, bool], Programs] = {}
 
     def __call__(self, run: Run) -> Estimate:
         """Raises EstimateError for a run that cannot be, with the argument and the remedy."""
@@ -208,9 +208,11 @@ class Estimator:
         """Return the schedule's programs, and the size to build."""
         try:
             spec = run.spec
+            if run.overlap_experts and spec.overlapped is not None:  # its order alone, which holds a unit more
+                spec = replace(spec.overlapped, fused=False)
             batches = 3 if "stream" in spec.needs else 1
             size = spec.fitted(Size(run.stages, run.micro_batches, run.chunks, run.group_size, batches))
-            key = spec.name, run.bpipe, run.queues
+            key = spec.name, run.bpipe, run.queues, run.overlap_experts
             if key not in self._programs:
                 self._programs[key] = Programs(spec, run.bpipe, run.queues)
             return self._programs[key], size
