@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,9 @@ from megatron.core.pipeline_parallel import schedules as megatrons
 from megatron.core.transformer import cuda_graphs
 
 from evenpipe.megatron.captured import captured_row, refused_capture
-from evenpipe.schedule import Schedule, Size, build, find, overlapping
+from evenpipe.megatron.stage import Batch, MegatronStage
+from evenpipe.megatron.supported import installed_release
+from evenpipe.schedule import Schedule, Size, Unit, build, find, overlapping
 
 # Until 0.15 it was one of the schedules.
 convert = getattr(cuda_graphs, "convert_schedule_table_to_order", None) or megatrons.convert_schedule_table_to_order
@@ -105,3 +108,38 @@ def test_graphs_of_layers_that_take_turns_are_refused() -> None:
     refusal = refused_capture(both, lambda: build("interleaved", Size(4, 8, 2)).schedule)
     assert refusal is not None
     assert "in turn" in refusal.reason
+
+
+class Replay(torch.autograd.Function):
+    """A captured layer: the gradient of its input is memory of graphs, which each replay writes."""
+
+    @staticmethod
+    def forward(ctx, value, memory):  # type: ignore[no-untyped-def]
+        ctx.memory = memory
+        return value * 2
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        torch.mul(gradient, 2, out=ctx.memory)
+        return ctx.memory.detach(), None
+
+
+def test_what_a_later_replay_writes_is_not_what_is_still_being_sent() -> None:
+    """A gradient is under way while the next backward computes, whose graphs use the same memory."""
+    config = SimpleNamespace(
+        cuda_graph_impl="transformer_engine",
+        external_cuda_graph=True,
+        **dict.fromkeys(("no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func", "timers")),
+        deallocate_pipeline_outputs=False,
+    )
+    model = torch.nn.Identity()
+    model.model_type = None  # which some releases ask for
+    batch = Batch(lambda: None, [], [model], config, 2, [], [], 1, False)
+    device = torch.device("cpu")
+    stage = MegatronStage(batch, build("1f1b", Size(2, 2)).schedule, 0, device, installed_release())
+    memory, sent = torch.zeros(3), []
+    for unit in (Unit(0, 0), Unit(1, 0)):
+        value = torch.ones(3, requires_grad=True)
+        stage._inputs[unit], stage._outputs[unit] = [value], [Replay.apply(value, memory)]
+        sent += stage.backward(unit, [torch.full((3,), unit.micro_batch + 1.0)])
+    assert [gradient.tolist() for gradient in sent] == [[2.0] * 3, [4.0] * 3]

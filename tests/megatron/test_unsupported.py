@@ -80,6 +80,24 @@ def test_a_setting_that_breaks_only_bpipe_is_refused_with_bpipe_only(setting: st
     assert "\n" not in str(refusal.value)
 
 
+def test_graphs_of_parts_have_another_name_in_newer_releases() -> None:
+    graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": None}
+    parts = [SimpleNamespace(name="attn"), SimpleNamespace(name="moe_router")]
+    assert [*refused_settings(SimpleNamespace(**graphs, cuda_graph_modules=parts), True)] == []
+    [_] = refused_settings(SimpleNamespace(**graphs, cuda_graph_modules=[]), True)
+
+
+@pytest.mark.parametrize(("experts", "scope"), [(None, ["attn", "mlp"]), (8, ["attn", "moe"])])
+def test_graphs_of_both_parts_of_a_layer_are_of_the_whole(experts: int | None, scope: list[str]) -> None:
+    graphs = {"cuda_graph_impl": "transformer_engine", "num_moe_experts": experts}
+    members = [SimpleNamespace(name=one) for one in scope]
+    for given in (scope, members):
+        [refusal] = refused_settings(SimpleNamespace(**graphs, cuda_graph_scope=given), True)
+        assert "of whole layers" in refusal.reason
+    for part in scope:
+        assert [*refused_settings(SimpleNamespace(**graphs, cuda_graph_scope=[part]), True)] == []
+
+
 @pytest.mark.parametrize("scope", ["attn", ["attn", "moe_router"]])
 def test_graphs_of_parts_of_layers_go_with_bpipe(scope: str | list[str]) -> None:
     for graphs in ({"cuda_graph_impl": "transformer_engine"}, {"external_cuda_graph": True}):

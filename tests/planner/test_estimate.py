@@ -439,3 +439,14 @@ def test_what_is_recomputed_counts_again_until_the_weight_gradient() -> None:
     assert all(one < other for one, other in zip(full, split, strict=True))
     assert split[-1] > 5 * split[0]
     assert split[-1] > 0.8 * held("zb-h1", "selective")[-1]
+
+
+@pytest.mark.parametrize(("bpipe", "most"), [(False, 12), (True, 10)])
+def test_hiding_experts_messages_holds_a_unit_more(bpipe: bool, most: int) -> None:
+    """Megatron, and EvenPipe too, then run one forward more ahead."""
+    experts = Run(global_batch=256, tensor=2, stages=4, chunks=2, data=8, expert=8, bpipe=bpipe)
+    of, where = model("mixtral-8x7b"), cluster("8x8-h100")
+    plain, hiding = (
+        estimate(of, where, replace(experts, overlap_experts=on)).stages[0].bytes.activations for on in (False, True)
+    )
+    assert hiding / plain == pytest.approx(most / (most - 1), rel=0.03)

@@ -16,10 +16,15 @@ from evenpipe.megatron.unsupported import Refusal
 from evenpipe.schedule import COMPUTE, Action, Schedule, Unit
 from evenpipe.schedule.spec import alternate
 
-__all__ = ["captured_row", "refused_capture"]
+__all__ = ["captured_row", "captures", "refused_capture"]
 
 #: What the setting is called, and has to be, where Transformer Engine captures: until 0.14, and since.
 _SETTINGS: Final = (("external_cuda_graph", True), ("cuda_graph_impl", "transformer_engine"))
+
+
+def captures(settings: Any) -> str | None:
+    """Return the setting by which Transformer Engine captures graphs; None where it captures none."""
+    return next((name for name, value in _SETTINGS if getattr(settings, name, None) == value), None)
 
 
 def captured_row(stages: int, stage: int, micro_batches: int, chunks: int | None, group: int) -> list[Action]:
@@ -39,8 +44,7 @@ def refused_capture(settings: Any, schedule: Callable[[], Schedule]) -> Refusal 
 
     `settings` are Megatron's, of the model or arguments; `schedule` is asked only where they capture.
     """
-    setting = next((name for name, value in _SETTINGS if getattr(settings, name, None) == value), None)
-    if setting is None:
+    if (setting := captures(settings)) is None:
         return None
     named = setting, "" if setting == "external_cuda_graph" else settings.cuda_graph_impl
     if getattr(settings, "overlap_moe_expert_parallel_comm", False):

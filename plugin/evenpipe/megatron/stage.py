@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 from torch import Tensor
 
+from evenpipe.megatron.captured import captures
 from evenpipe.megatron.grad_sync import GradSync, Sync
 from evenpipe.megatron.recomputing import recomputing
 from evenpipe.megatron.supported import CoreRelease
@@ -220,7 +221,10 @@ class MegatronStage(ForwardStage):
         upstream: list[Tensor | None] = [None] * len(outputs) if gradients is None else list(gradients)
         with self._part(unit.chunk):  # layers that are recomputed ask where they are
             results = schedules.backward_step(given, outputs, upstream, **self._backward_arguments)
-        return [result for result in results if result is not None]
+        found = [result for result in results if result is not None]
+        # A graph writes the gradient of its input to memory that the next backward's graphs may write again, which
+        # Transformer Engine takes to have been sent by then (`_reuse_graph_input_output_buffers`).
+        return [result.clone() for result in found] if captures(self._batch.config) else found
 
     def _recomputes_all(self) -> bool | None:
         """Return whether this forward recomputes all layers; None unless that differs between micro-batches."""

@@ -297,9 +297,14 @@ def refused_settings(settings: Any, bpipe: bool, halves: bool = False) -> Iterat
 
 
 def _captures_whole_layers(settings: Any) -> bool:
-    """Return whether CUDA graphs, if any, are of whole layers: without a scope (since 0.16) or in the scope "full"."""
-    scope = getattr(settings, "cuda_graph_scope", None) or "full"
-    return "full" in (scope.split(",") if isinstance(scope, str) else scope)
+    """Return whether CUDA graphs, if any, are of whole layers: the scope (since 0.18, modules) is "full", or empty, or
+    has both halves of a layer.
+    """
+    scope = getattr(settings, "cuda_graph_modules", None) or getattr(settings, "cuda_graph_scope", None) or "full"
+    named = scope.split(",") if isinstance(scope, str) else scope if isinstance(scope, list | tuple) else [scope]
+    parts = {getattr(one, "name", one) for one in named}
+    experts = getattr(settings, "num_moe_experts", None) or getattr(settings, "num_experts", None)
+    return "full" in parts or {"attn", "moe" if experts else "mlp"} <= parts
 
 
 def _given(settings: Any, reasons: Mapping[str, str], remedy: str) -> Iterator[Refusal]:

@@ -148,7 +148,7 @@ class Estimator:
         self.cluster = cluster
         self.framework = of or framework_of(model, cluster)
         self.calibration = calibration
-        self._programs: dict[tuple[str, bool, bool, Queues], Programs] = {}
+        self._programs: dict[tuple[str, bool, Queues, bool], Programs] = {}
 
     def __call__(self, run: Run) -> Estimate:
         """Raises EstimateError for a run that cannot be, with the argument and the remedy."""
@@ -216,10 +216,10 @@ class Estimator:
     def _scheduled(self, run: Run) -> tuple[Programs, Size]:
         """Return the schedule's programs, and the size to build."""
         try:
-            spec = run.spec
+            spec = replace(run.spec, fused=False)  # what two passes hide of each other is in their times
             batches = 3 if "stream" in spec.needs else 1
             size = spec.fitted(Size(run.stages, run.micro_batches, run.chunks, run.group_size, batches))
-            key = spec.name, spec.fused, run.bpipe, run.queues
+            key = spec.name, run.bpipe, run.queues, run.overlap_experts
             if key not in self._programs:
                 self._programs[key] = Programs(spec, run.bpipe, run.queues)
             return self._programs[key], size
