@@ -18,12 +18,13 @@ TINY = shlex.split(
     "--hidden-dropout 0 --attention-dropout 0 --tokenizer-model 'a b' --lr 1e-4"
 )
 LLAMA = shlex.split(
-    "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query- "
-    "attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --swiglu --disable-bias- "
-    "linear --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights "
-    "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --global-batch-size 128 --bf16 --tensor- "
-    "model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 4 --use-distributed-optimizer "
-    "--overlap-grad-reduce --overlap-param-gather --vocab-size 128256"
+    "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
+    "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --swiglu "
+    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 "
+    "--global-batch-size 128 --bf16 --tensor-model-parallel-size 4 --sequence-parallel "
+    "--pipeline-model-parallel-size 4 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--vocab-size 128256"
 )
 START = ["torchrun", "--nproc-per-node", "4"]
 

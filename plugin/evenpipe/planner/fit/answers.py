@@ -108,8 +108,8 @@ def answers(asked: Asked) -> Answers:
         narrower = _narrower(asked, best)
     if best is None and narrower is None:
         _refuse(asked)
-    if least is None and not estimate.estimate.fits and stock is None:
-        least = _pruned(asked, evenpipe or narrower, False)
+    if least is None and not estimate.estimate.fits:
+        least = _pruned(asked, stock or evenpipe or narrower, False)
     evenpipe = _worth(stock, evenpipe)
     narrower = _worth(evenpipe or stock, narrower)
     return Answers(estimate, least, sized, stock, evenpipe, narrower)
