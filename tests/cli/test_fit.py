@@ -10,11 +10,21 @@ from typing import Any
 import pytest
 
 from evenpipe.cli.main import main
+from tests.readme import ROOT
 
 TINY = shlex.split(
     "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --max-position-embeddings 4096 "
     "--micro-batch-size 4 --global-batch-size 64 --bf16 --pipeline-model-parallel-size 4 --vocab-size 50257 "
     "--hidden-dropout 0 --attention-dropout 0 --tokenizer-model 'a b' --lr 1e-4"
+)
+LLAMA = shlex.split(
+    "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
+    "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --swiglu "
+    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 "
+    "--global-batch-size 128 --bf16 --tensor-model-parallel-size 4 --sequence-parallel "
+    "--pipeline-model-parallel-size 4 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--vocab-size 128256"
 )
 START = ["torchrun", "--nproc-per-node", "4"]
 
@@ -120,3 +130,29 @@ def test_bad_input_is_one_line(words: str, said: str, capsys: pytest.CaptureFixt
     told = capsys.readouterr().err
     assert told.count("\n") == 1, told
     assert said in told
+
+
+@pytest.mark.long
+def test_the_page_s_example_is_what_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    main(
+        [
+            "fit",
+            "--cluster",
+            "8x8-h100",
+            "--",
+            "torchrun",
+            "--nnodes",
+            "8",
+            "--nproc-per-node",
+            "8",
+            "pretrain_gpt.py",
+            *LLAMA,
+        ]
+    )
+    shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    page = (ROOT / "docs" / "fit.md").read_text()
+    example = page.partition("<!-- example")[2].partition("```\n")[2].partition("\n```")[0]
+    assert example.splitlines() == shown[-len(example.splitlines()) :]

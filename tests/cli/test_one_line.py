@@ -90,7 +90,6 @@ recipe --plan plan.json | --plan plan.json: no plan that `evenpipe plan --out` w
 recipe --plan bin.json | --plan bin.json: cannot be read: no text
 recipe --launcher pbs | --launcher pbs: unknown
 recipe --check nowhere | cannot be read: No such file or directory
-recipe --from-flags torchrun | --from-flags: names no script behind a launcher
 partition --stages 0 | --stages 0: must be at least 1
 partition --stages 100000 | 100000 stages need 99999 cuts
 partition --precision bf61 | --precision bf61: unknown, did you mean bf16?

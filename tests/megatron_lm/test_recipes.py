@@ -14,7 +14,7 @@ from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.run import Run
 from evenpipe.recipes import Recipe, Settings
 from evenpipe.recipes.files import files_of, write_files
-from tests.megatron_lm.launch import BYTECODE, gpt_flags, launch
+from tests.megatron_lm.launch import BYTECODE, launch
 from tests.megatron_lm.launch import Run as Job
 from tests.ports import free_port
 from tests.recipes.cluster import here, trained
@@ -137,15 +137,3 @@ def test_the_emitted_files_train(megatron_lm, launcher, on, kind, run, tmp_path,
         assert max(job.peak_live) == 3 * of.run.group_size, "no stage holds more than ⌈(4 + 2) / 2⌉ groups"
     assert (tmp_path / "check points" / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert Path(tmp_path / "check points" / "iter_0000003").is_dir()
-
-
-@pytest.mark.long
-def test_a_line_that_was_converted_trains(megatron_lm, tmp_path, capsys):
-    line = ["torchrun", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py", *gpt_flags(2)]
-    line += ["--pipeline-model-parallel-size", "2"]
-    assert main(["recipe", "--cluster", "1x2-a100-80gb", "--from-flags", *line]) == 0
-    command = capsys.readouterr().out.split("\n\n")[-1]
-    environment = with_megatron(tmp_path, megatron_lm)
-    job = Job(0, trained(["bash", "-c", command], megatron_lm, environment))
-    assert len(job.lines) == 2, job.output[-3000:]
-    assert "[evenpipe]" in job.output

@@ -54,7 +54,7 @@ _GIB: Final = 2**30
 class Changed(BaseModel):
     """One answer: what it needs and takes, whether losses stay, and the line that starts it with what is changed.
 
-    names: of the answer, or of several that are the same. memory_gib: of the fullest stage.
+    names: of the answer, or of several that are the same. memory_gib: of the fullest stage. warnings: of memory.
     """
 
     names: list[str]
@@ -63,6 +63,7 @@ class Changed(BaseModel):
     tokens_per_second_per_gpu: float
     uncertainty: dict[str, float | str | None]
     loss: str
+    warnings: list[str]
     added: list[str]
     removed: list[str]
     command: list[str]
@@ -281,6 +282,7 @@ def _changed(one: Planned, names: list[str], read: _Read, run: Run) -> Changed:
         iteration_ms=one.estimate.iteration_ms,
         tokens_per_second_per_gpu=one.estimate.tokens_per_second,
         uncertainty=one.estimate.uncertainty._asdict(),
+        warnings=[line for line in map(in_megatron, one.estimate.warnings) if line.startswith("memory pressure")],
         loss=_loss(read, run, one.run),
         added=[word for word in after if word not in before],
         removed=[word for word in before if word not in after],
@@ -331,6 +333,8 @@ def _print(found: Answers, shown: Sequence[Changed], notes: Sequence[str]) -> No
         for sign, words in (("-", one.removed), ("+", one.added)):
             for word in words:
                 console.print(f"  {sign} {word}", soft_wrap=True)
+        for line in one.warnings:
+            console.print(f"  {line}", soft_wrap=True)
     for note in notes:
         console.print(note, soft_wrap=True)
 

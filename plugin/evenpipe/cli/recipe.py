@@ -5,26 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from argparse import REMAINDER, Namespace
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from evenpipe.cli.estimate import add_model, model_and_cluster
 from evenpipe.cli.parser import Commands, UsageError, add_command, sentence
 from evenpipe.cli.plan import SEARCHED, add_search_options, engine_of, question_from
-from evenpipe.cli.run_estimate import in_megatron, smallest_cluster
+from evenpipe.cli.run_estimate import in_megatron
 from evenpipe.cli.values import sample_count
 from evenpipe.deepspeed.section import SectionError, section_of
-from evenpipe.planner.arguments import FlagError
-from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, cluster, framework
-from evenpipe.planner.estimate import Estimate
+from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, framework
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.search import search
 from evenpipe.recipes import Recipe, RecipeError, Settings
 from evenpipe.recipes.checking import Checked, check
 from evenpipe.recipes.files import files_of, write_files
-from evenpipe.recipes.from_flags import convert, line_of
 from evenpipe.recipes.reading import Written, read_folder
 from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, read_plan, run_of_plan
 from evenpipe.recipes.unsupported import refuse, refuse_before_planning, refuse_divided
@@ -32,7 +29,7 @@ from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags
 from evenpipe.wording.printable import printable
 
-__all__ = ["add_to", "show_check", "show_converted"]
+__all__ = ["add_to", "show_check"]
 
 
 def show_check(folder: Path, checkout: Path | None) -> int:
@@ -98,37 +95,6 @@ def _by_megatron(written: Written, found: Checked, checkout: Path | None) -> tup
     return ([] if said in found.problems else [f"{path}: {said}"]), []
 
 
-_CLUSTER = "a100-80gb"
-_SECTION = '"evenpipe": { "schedule": "1f1b", "bpipe": true }'
-
-
-def show_converted(words: Sequence[str], on: str | None) -> None:
-    """Print the difference and the new line. UsageError, one line, for what cannot be told or does not fit."""
-    try:
-        line = line_of(words[1:] if words[:1] == ["--"] else words)
-        nodes = cluster(on or smallest_cluster(_CLUSTER, cluster(_CLUSTER).gpus_per_node, line.flags))
-        found = convert(line, nodes)
-    except (RecipeError, FlagError, DescriptionError) as error:
-        raise UsageError(in_megatron(str(error))) from error
-    except EstimateError as error:
-        raise UsageError(in_megatron(in_flags(error))) from error
-    print(printable("\n".join(found.diff)))
-    print()
-    if found.before is not None and found.after is not None:
-        print(f"now:           {_said(found.before)}")
-        print(printable(f"with EvenPipe: {_said(found.after)} (on {nodes.name})"))
-    else:
-        print(f"and in DeepSpeed's configuration, such as: {_SECTION}")
-    print()
-    print(printable(found.command))
-
-
-def _said(estimate: Estimate) -> str:
-    most = max(stage.bytes.total for stage in estimate.stages) / 2**30
-    fits = "fits" if estimate.fits else "does not fit"
-    return f"{estimate.iteration_ms:,.0f} ms an iteration, MFU {estimate.mfu:.1%}, {most:.1f} GiB at most: {fits}"
-
-
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
     settings = "; ".join(
@@ -140,8 +106,7 @@ def add_to(commands: Commands) -> None:
         "recipe",
         usage="evenpipe recipe gpt|bert (--model NAME | --hf PATH) --cluster NAME --framework NAME --launcher NAME "
         "--out DIR (--plan PLAN.json | --global-batch-size G) [--set KEY=VALUE ...] [--force]\n"
-        "       evenpipe recipe --check DIR [--megatron-lm PATH]\n"
-        "       evenpipe recipe [--cluster NAME] --from-flags torchrun ... pretrain_gpt.py [FLAGS ...]",
+        "       evenpipe recipe --check DIR [--megatron-lm PATH]",
         description=f"{sentence('recipe')} A README beside them says what is predicted.",
         epilog=f"Settings: {settings}.",
     )
@@ -169,20 +134,14 @@ def add_to(commands: Commands) -> None:
         metavar="PATH",
         help="--check: the checkout whose parser is asked, which executes its code",
     )
-    group.add_argument(
-        "--from-flags", nargs=REMAINDER, metavar="LINE", help="the line that starts a run today, with EvenPipe in it"
-    )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: Namespace) -> int | None:
     if arguments.check is not None:
         return show_check(arguments.check, arguments.megatron_lm)
-    if arguments.from_flags is not None:
-        show_converted(arguments.from_flags, arguments.cluster)
-        return None
     if arguments.kind is None:
-        raise UsageError("gpt or bert: which is trained? Or give --check DIR, or --from-flags and a line")
+        raise UsageError("gpt or bert: which is trained? Or give --check DIR")
     needed = ("model", "cluster", "framework", "launcher", "out")
     named = {"model": arguments.hf}
     missing = [f"--{option}" for option in needed if getattr(arguments, option) is None and named.get(option) is None]

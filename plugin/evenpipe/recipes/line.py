@@ -1,4 +1,4 @@
-"""The line that starts a script: launcher, script and flags, as typed, and its difference to another."""
+"""The line that starts a script: launcher, script and flags, as they were typed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import unified_diff
 from pathlib import PurePath
 from typing import Final
 
-__all__ = ["Line", "difference", "read_line"]
+__all__ = ["Line", "read_line"]
 
 _ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=", re.ASCII)
 _LAUNCHERS: Final = ("torchrun", "deepspeed")
@@ -79,11 +78,6 @@ def read_line(words: Sequence[str]) -> Line | None:
     """Return the line, None where it names no script (a file ``….py``, not behind -m)."""
     at = next((n for n, word in enumerate(words) if word.endswith(".py") and (n == 0 or words[n - 1] != "-m")), None)
     return None if at is None else Line(tuple(words[:at]), words[at], tuple(words[at + 1 :]))
-
-
-def difference(old: Line, new: Line, names: tuple[str, str], around: int) -> list[str]:
-    """As `diff -u` has it, a flag and its values a line, with so many unchanged ones ``around`` a change."""
-    return list(unified_diff(old.lines, new.lines, *names, lineterm="", n=around))
 
 
 def _word(word: str) -> str:

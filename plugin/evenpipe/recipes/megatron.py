@@ -59,7 +59,7 @@ def layout_of(model: Model, run: Run) -> str | None:
         parts[further] += "m" * model.mtp_layers
     parts[0], parts[-1] = f"E{parts[0]}", f"{parts[-1]}L" if len(parts) > 1 else f"E{parts[0]}L"
     runs = [(part, len(list(same))) for part, same in groupby(f"{part}|" for part in parts)]
-    text = "".join(f"({part})*{times}" if times >= _MANY and "*" not in part else part * times for part, times in runs)
+    text = "".join(f"({part})*{times}" if times >= _MANY else part * times for part, times in runs)
     return text.removesuffix("|")
 
 

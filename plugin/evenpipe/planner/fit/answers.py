@@ -11,7 +11,7 @@ from evenpipe.planner.fit.moves import NARROWER, Aspect, alternatives, changed, 
 from evenpipe.planner.fit.weighing import Weighing
 from evenpipe.planner.run import EstimateError, Module, Run
 from evenpipe.planner.search.question import Engine, Question
-from evenpipe.planner.search.search import EQUAL, Planned, search
+from evenpipe.planner.search.search import EQUAL, Planned, preference, search
 
 __all__ = ["Answers", "Asked", "answers", "by_evenpipe"]
 
@@ -50,9 +50,18 @@ class Asked:
     def few(self, found: Iterable[Planned]) -> Planned | None:
         """Return the run with the fewest changed flags of those that are as fast as the fastest."""
         each = list(found)
-        least = min((_ms(one) for one in each), default=0.0)
-        near = [one for one in each if _ms(one) <= EQUAL * least]
-        return min(near, key=lambda one: (self.flags(one.run), _ms(one)), default=None)
+        least = min(map(self.cost, each), default=0.0)
+        near = [one for one in each if self.cost(one) <= EQUAL * least]
+        return min(near, key=lambda one: (self.flags(one.run), self.cost(one)), default=None)
+
+    def cost(self, one: Planned) -> float:
+        """Return the milliseconds by which runs are compared: 2 % more where nearly no memory is left free."""
+        tight, _ = preference(one.run, one.most_bytes, self.weighing.have)
+        return _ms(one) * (EQUAL if tight else 1)
+
+    def fastest(self, found: Iterable[Planned]) -> Planned | None:
+        """Return the run with the least cost."""
+        return min(found, key=self.cost, default=None)
 
 
 class Answers(NamedTuple):
@@ -92,15 +101,15 @@ def answers(asked: Asked) -> Answers:
         asked.step("EvenPipe's schedules")
         seeds = [one.run for one in _some(stock, sized)]
         evenpipe = asked.few(_some(_fastest(asked, asked.schedules, asked.keep, seeds), sized))
-    best = min(_some(stock, evenpipe), key=_ms, default=None)
+    best = asked.fastest(_some(stock, evenpipe))
     narrower = None
     if best is None or not asked.keep >= NARROWER:
         asked.step("fewer bits")
         narrower = _narrower(asked, best)
     if best is None and narrower is None:
         _refuse(asked)
-    if least is None and not estimate.estimate.fits and stock is None:
-        least = _pruned(asked, evenpipe or narrower, False)
+    if least is None and not estimate.estimate.fits:
+        least = _pruned(asked, stock or evenpipe or narrower, False)
     evenpipe = _worth(stock, evenpipe)
     narrower = _worth(evenpipe or stock, narrower)
     return Answers(estimate, least, sized, stock, evenpipe, narrower)
@@ -155,16 +164,16 @@ def _fastest(
         found = [replace(one, blocking=() if own else blocking) for one in found]
     changes = [one for _, one in _moves(asked, run, keep | NARROWER)]
     known = [one for one in (*seeds, *changes) if own or not by_evenpipe(one) or "schedule" in keep]
-    each = [_descended(asked, next(iter(weighing.near_fastest(runs)), None), keep) for runs in (found, known)]
-    return _pruned(asked, min(_some(*each), key=_ms, default=None), True)
+    each = [_descended(asked, asked.fastest(weighing.near_fastest(runs)), keep) for runs in (found, known)]
+    return _pruned(asked, asked.fastest(_some(*each)), True)
 
 
 def _descended(asked: Asked, best: Planned | None, keep: frozenset[Aspect]) -> Planned | None:
     """Return what is reached by taking the fastest change again and again."""
     while best is not None:
         moves = (one for _, one in _moves(asked, best.run, keep | {"schedule"}))
-        step = next(iter(asked.weighing.near_fastest((best.run, *moves))), best)
-        if _ms(step) * _STEP > _ms(best):
+        step = asked.fastest(asked.weighing.near_fastest((best.run, *moves))) or best
+        if asked.cost(step) * _STEP > asked.cost(best):
             return best
         best = step
     return None
@@ -172,16 +181,16 @@ def _descended(asked: Asked, best: Planned | None, keep: frozenset[Aspect]) -> P
 
 def _pruned(asked: Asked, best: Planned | None, fast: bool) -> Planned | None:
     """Return the run with fewer of its changes, as long as it fits and, if it is to be ``fast``, is as fast."""
-    limit = EQUAL * _ms(best) if best is not None and fast else float("inf")
+    limit = EQUAL * asked.cost(best) if best is not None and fast else float("inf")
     while best is not None:
         aspects = changed(asked.run, best.run)
         gpus = asked.weighing.cluster.gpus
         tried = [_whole(asked.weighing, with_aspect(best.run, asked.run, aspect, gpus)) for aspect in aspects]
-        each = [one for one in map(asked.weighing.fitting, tried) if one is not None and _ms(one) <= limit]
+        each = [one for one in map(asked.weighing.fitting, tried) if one is not None and asked.cost(one) <= limit]
         fewer = [one for one in each if asked.flags(one.run) < asked.flags(best.run)]
         if not fewer:
             return best
-        best = min(fewer, key=lambda one: (asked.flags(one.run), _ms(one)))
+        best = min(fewer, key=lambda one: (asked.flags(one.run), asked.cost(one)))
     return None
 
 
