@@ -19,7 +19,7 @@ CASES = Path(__file__).with_name("trainer_cases.py")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hf")
-    imported = "transformers.models.llama.modeling_llama,torch._dynamo,torch.optim"
+    imported = "transformers.models.mixtral.modeling_mixtral,torch._dynamo,torch.optim"
     for command in (
         [sys.executable, str(CASES), "make", str(folder)],
         forked.command(2, imported, CASES, "pipeline", str(folder)),

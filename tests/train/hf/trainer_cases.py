@@ -1,4 +1,4 @@
-"""A Llama by `PipelineTrainer` on two ranks (`pipeline`), and by transformers' own in one process (`own`).
+"""A Mixtral by `PipelineTrainer` on two ranks (`pipeline`), and by transformers' own in one process (`own`).
 
 `make` writes the model first; both write what they logged to FOLDER.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import MixtralConfig, MixtralForCausalLM, TrainingArguments
 
 WIDTH = 64
 
@@ -57,20 +57,21 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
 def make(folder: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=WIDTH, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, **sizes)
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    sizes |= {"num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64}
+    config = MixtralConfig(vocab_size=WIDTH, pad_token_id=0, **sizes)
+    MixtralForCausalLM(config).save_pretrained(folder / "model")
 
 
 def own(folder: Path) -> None:
     from transformers import Trainer
 
-    model = LlamaForCausalLM.from_pretrained(folder / "model")
+    model = MixtralForCausalLM.from_pretrained(folder / "model")
     trainer = Trainer(model, arguments(folder), train_dataset=samples(4), data_collator=longest)
     trainer.train()
     rows = [
         {name: row.get(name) for name in ("loss", "grad_norm", "learning_rate")} for row in trainer.state.log_history
     ]
-    trained, other = LlamaForCausalLM.from_pretrained(folder / "trained", output_loading_info=True)
+    trained, other = MixtralForCausalLM.from_pretrained(folder / "trained", output_loading_info=True)
     ours, theirs = trained.state_dict(), model.state_dict()
     losses = [trainer.evaluate(samples(5)[at : at + 8])["eval_loss"] for at in (0, 8)]
     document = {
@@ -79,7 +80,7 @@ def own(folder: Path) -> None:
         "wrong": {name: sorted(map(str, found)) for name, found in other.items() if found},
         "off": max(float((ours[name] - theirs[name]).abs().max()) for name in theirs),
         "moved": max(
-            float((LlamaForCausalLM.from_pretrained(folder / "model").state_dict()[name] - one).abs().max())
+            float((MixtralForCausalLM.from_pretrained(folder / "model").state_dict()[name] - one).abs().max())
             for name, one in theirs.items()
         ),
     }
@@ -90,7 +91,6 @@ def pipeline(folder: Path) -> None:
     from evenpipe.partition.models import ModelError
     from evenpipe.torch.hf import PipelineTrainer
 
-    dist.init_process_group("gloo")
     refused = ""
     try:
         PipelineTrainer(folder / "model", arguments(folder, gradient_checkpointing=True))
