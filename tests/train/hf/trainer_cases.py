@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import MixtralConfig, MixtralForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainingArguments
 
 WIDTH = 64
 
@@ -118,6 +119,52 @@ def pipeline(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def make_large(folder: Path) -> None:
+    """455 MiB, so that the process's own memory hardly counts."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config = LlamaConfig(vocab_size=8000, max_position_embeddings=64, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder / "large", max_shard_size="200MB")
+
+
+def memory(folder: Path) -> None:
+    """The most memory that each rank takes while its stage is loaded, over the stage's."""
+    from evenpipe.torch.hf import PipelineTrainer
+
+    def private_kib() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+    most = 0
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, private_kib())
+
+    rows = [{"input_ids": [*range(3, 19)], "labels": [*range(3, 19)]}] * 8
+    trainer = PipelineTrainer(folder / "large", arguments(folder), rows)
+    make_plan, before = trainer._plans.make, 0
+
+    def make_and_watch(*given: Any) -> Any:
+        nonlocal before
+        found = make_plan(*given)
+        before = private_kib()
+        watching.start()
+        return found
+
+    watching = threading.Thread(target=watch)
+    trainer._plans.make = make_and_watch  # type: ignore[method-assign]
+    pipeline, _ = trainer._pipeline(trainer._batch(rows, range(8)))
+    done.set()
+    watching.join()
+    stage = sum(one.nbytes for one in pipeline.parameters()) / 1024
+    (folder / f"memory-{dist.get_rank()}.json").write_text(json.dumps((most - before) / stage))
+    trainer.close()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"make": make, "own": own, "pipeline": pipeline}[sys.argv[1]](Path(sys.argv[2]))
+    modes = {"make": make, "own": own, "pipeline": pipeline, "make large": make_large, "memory": memory}
+    modes[sys.argv[1]](Path(sys.argv[2]))
