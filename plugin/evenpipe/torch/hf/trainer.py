@@ -44,6 +44,11 @@ _UNSUPPORTED: Final[tuple[tuple[str, tuple[Any, ...], str], ...]] = (
     ("label_smoothing_factor", (0.0, 0), "leave it out: the model computes its loss"),
     ("neftune_noise_alpha", (None,), "leave it out"),
     ("train_sampling_strategy", ("random", "sequential"), "use random or sequential"),
+    ("eval_strategy", ("no",), "leave it out, and call evaluate"),
+    ("resume_from_checkpoint", (None, False), "give the folder that save_model wrote as the model"),
+    ("load_best_model_at_end", (False,), "leave it out"),
+    ("torch_compile", (False,), "leave it out: stages are generated code"),
+    ("use_liger_kernel", (False,), "leave it out"),
 )
 _UNDECAYED: Final = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 #: Lengths are rounded up to buckets from this on, in tokens.
@@ -134,6 +139,8 @@ class PipelineTrainer:
                 f"train_dataset: {len(self.train_dataset)} samples are no batch of {self._batch_samples}: give "
                 "more, or a smaller gradient_accumulation_steps or per_device_train_batch_size"
             )
+        if args.save_strategy != "no":
+            _say(f"note: save_strategy={args.save_strategy!s}: nothing is saved on the way: call save_model")
         steps = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * per_epoch)
         batches = islice(self._training_batches(per_epoch), steps)
         optimizer: torch.optim.Optimizer | None = None
@@ -288,10 +295,13 @@ class PipelineTrainer:
 
     def _log(self, row: dict[str, float]) -> None:
         self.log_history.append(row)
-        if self._any_pipeline.stage == 0:
-            print(
-                {name: value if isinstance(value, int) else f"{value:.4g}" for name, value in row.items()}, flush=True
-            )
+        _say(str({name: value if isinstance(value, int) else f"{value:.4g}" for name, value in row.items()}))
+
+
+def _say(line: str) -> None:
+    """Print it, once for all ranks."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
 
 
 def _may_count(model: nn.Module) -> bool:
