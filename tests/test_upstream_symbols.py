@@ -57,6 +57,8 @@ OURS: Final = {
     "runtime/heartbeat.py": ("_life",),
     "runtime/store.py": ("counter", "recording", "saved"),
     "torch/two_bw.py": ("pipeline",),
+    "torch/hf/plans.py": ("config",),
+    "torch/hf/trainer.py": ("pipeline",),
     "train/plain.py": ("pipeline",),
     "torch/planned.py": ("executor",),
     "train/saver.py": ("draft",),
@@ -72,6 +74,7 @@ MARKS: Final = frozenset(
         "_opt_called",  # torch's, by which its learning-rate schedulers know that an optimizer steps
         *("_timeout", "max_ctas", "global_ranks_in_group", "group_name"),  # options of a group of ours
         "truth",  # of an engine of ours
+        "generation_config",  # of a model that we have made, as transformers' `from_pretrained` sets it
         *("main_grad", "grad_added_to_main_grad"),  # of a parameter, as Megatron's layers set them in a backward
     )
 )

@@ -19,7 +19,7 @@ CASES = Path(__file__).with_name("trainer_cases.py")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hf")
-    imported = "transformers.models.llama.modeling_llama,torch._dynamo,torch.optim"
+    imported = "transformers.models.mixtral.modeling_mixtral,torch._dynamo,torch.optim"
     for command in (
         [sys.executable, str(CASES), "make", str(folder)],
         forked.command(2, imported, CASES, "pipeline", str(folder)),
@@ -67,6 +67,20 @@ def test_what_each_rank_saved_of_its_stage_is_what_from_pretrained_loads(folder:
     assert own["off"] < 1e-4
     names = sorted(path.name for path in (folder / "trained").glob("*.safetensors*"))
     assert names == [*(f"model-0000{n}-of-00002.safetensors" for n in (1, 2)), "model.safetensors.index.json"]
+
+
+@pytest.mark.long
+def test_a_rank_takes_its_stages_memory_while_that_is_loaded(tmp_path: Path) -> None:
+    """At most 1.05 of it: neither the whole model nor a second copy of the stage."""
+    for command in (
+        [sys.executable, str(CASES), "make large", str(tmp_path)],
+        forked.command(2, "transformers.models.llama.modeling_llama,torch._dynamo", CASES, "memory", str(tmp_path)),
+    ):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert run.returncode == 0, run.stderr[-4000:]
+    shares = [json.loads((tmp_path / f"memory-{rank}.json").read_text()) for rank in range(2)]
+    print(f"memory while loading, over the stage's: {shares}")
+    assert all(0.9 < share <= 1.05 for share in shares), shares
 
 
 def test_settings_that_would_be_passed_over_are_refused(ranks: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""A Llama by `PipelineTrainer` on two ranks (`pipeline`), and by transformers' own in one process (`own`).
+"""A Mixtral by `PipelineTrainer` on two ranks (`pipeline`), and by transformers' own in one process (`own`).
 
 `make` writes the model first; both write what they logged to FOLDER.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainingArguments
 
 WIDTH = 64
 
@@ -57,20 +58,21 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
 def make(folder: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=WIDTH, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, **sizes)
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    sizes |= {"num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64}
+    config = MixtralConfig(vocab_size=WIDTH, pad_token_id=0, **sizes)
+    MixtralForCausalLM(config).save_pretrained(folder / "model")
 
 
 def own(folder: Path) -> None:
     from transformers import Trainer
 
-    model = LlamaForCausalLM.from_pretrained(folder / "model")
+    model = MixtralForCausalLM.from_pretrained(folder / "model")
     trainer = Trainer(model, arguments(folder), train_dataset=samples(4), data_collator=longest)
     trainer.train()
     rows = [
         {name: row.get(name) for name in ("loss", "grad_norm", "learning_rate")} for row in trainer.state.log_history
     ]
-    trained, other = LlamaForCausalLM.from_pretrained(folder / "trained", output_loading_info=True)
+    trained, other = MixtralForCausalLM.from_pretrained(folder / "trained", output_loading_info=True)
     ours, theirs = trained.state_dict(), model.state_dict()
     losses = [trainer.evaluate(samples(5)[at : at + 8])["eval_loss"] for at in (0, 8)]
     document = {
@@ -79,7 +81,7 @@ def own(folder: Path) -> None:
         "wrong": {name: sorted(map(str, found)) for name, found in other.items() if found},
         "off": max(float((ours[name] - theirs[name]).abs().max()) for name in theirs),
         "moved": max(
-            float((LlamaForCausalLM.from_pretrained(folder / "model").state_dict()[name] - one).abs().max())
+            float((MixtralForCausalLM.from_pretrained(folder / "model").state_dict()[name] - one).abs().max())
             for name, one in theirs.items()
         ),
     }
@@ -90,7 +92,6 @@ def pipeline(folder: Path) -> None:
     from evenpipe.partition.models import ModelError
     from evenpipe.torch.hf import PipelineTrainer
 
-    dist.init_process_group("gloo")
     refused = ""
     try:
         PipelineTrainer(folder / "model", arguments(folder, gradient_checkpointing=True))
@@ -118,6 +119,52 @@ def pipeline(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def make_large(folder: Path) -> None:
+    """455 MiB, so that the process's own memory hardly counts."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config = LlamaConfig(vocab_size=8000, max_position_embeddings=64, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder / "large", max_shard_size="200MB")
+
+
+def memory(folder: Path) -> None:
+    """The most memory that each rank takes while its stage is loaded, over the stage's."""
+    from evenpipe.torch.hf import PipelineTrainer
+
+    def private_kib() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+    most = 0
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, private_kib())
+
+    rows = [{"input_ids": [*range(3, 19)], "labels": [*range(3, 19)]}] * 8
+    trainer = PipelineTrainer(folder / "large", arguments(folder), rows)
+    make_plan, before = trainer._plans.make, 0
+
+    def make_and_watch(*given: Any) -> Any:
+        nonlocal before
+        found = make_plan(*given)
+        before = private_kib()
+        watching.start()
+        return found
+
+    watching = threading.Thread(target=watch)
+    trainer._plans.make = make_and_watch  # type: ignore[method-assign]
+    pipeline, _ = trainer._pipeline(trainer._batch(rows, range(8)))
+    done.set()
+    watching.join()
+    stage = sum(one.nbytes for one in pipeline.parameters()) / 1024
+    (folder / f"memory-{dist.get_rank()}.json").write_text(json.dumps((most - before) / stage))
+    trainer.close()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"make": make, "own": own, "pipeline": pipeline}[sys.argv[1]](Path(sys.argv[2]))
+    modes = {"make": make, "own": own, "pipeline": pipeline, "make large": make_large, "memory": memory}
+    modes[sys.argv[1]](Path(sys.argv[2]))

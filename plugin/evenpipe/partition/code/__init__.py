@@ -1,7 +1,7 @@
 """Stage code: a cut model as readable Python, a file a stage, and back to modules that train."""
 
 from evenpipe.partition.code.comparing import compare_stages, compare_with_plan, too_large
-from evenpipe.partition.code.loading import State, load_parts, part_types, write_stages
+from evenpipe.partition.code.loading import State, files_of, load_parts, opened, part_types, write_stages
 from evenpipe.partition.code.part import (
     Boundary,
     Draws,
@@ -26,7 +26,9 @@ __all__ = [
     "compare_with_plan",
     "device_of",
     "drawing",
+    "files_of",
     "load_parts",
+    "opened",
     "part_types",
     "sizes_on_host",
     "tensors_of",

@@ -22,7 +22,7 @@ from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.trace import Graph, attention_of, tensors_of
 from evenpipe.report.files import write_atomically
 
-__all__ = ["State", "load_parts", "part_types", "place", "write_stages"]
+__all__ = ["State", "files_of", "load_parts", "opened", "part_types", "place", "write_stages"]
 
 #: By the names of the model's `state_dict`; a file or folder of safetensors, or the index of several.
 State = Mapping[str, Tensor] | str | Path
@@ -221,7 +221,7 @@ def place(scopes: Iterable[nn.Module], model: nn.Module, device: torch.device, s
     """
     names = _names_of(model)
     saved = set(model.state_dict())
-    source = None if state is None else state if isinstance(state, Mapping) else _files_of(Path(state))
+    source = None if state is None else state if isinstance(state, Mapping) else files_of(Path(state))
     where = "state" if isinstance(state, Mapping) else str(state)
     placed: dict[int, Tensor] = {}
 
@@ -286,7 +286,7 @@ def _read(source: Mapping[str, Tensor | Path], names: Sequence[str], like: Tenso
         raise StageCodeError(f"{where}: has no {names[0]!r}: give the state of the plan's model")
     value = source[name]
     if isinstance(value, Path):
-        with _opened(value) as file:
+        with opened(value) as file:
             value = file.get_tensor(name)
     if value.shape != like.shape:
         shapes = f"{name!r} of {tuple(value.shape)}, and the model's is {tuple(like.shape)}"
@@ -294,15 +294,15 @@ def _read(source: Mapping[str, Tensor | Path], names: Sequence[str], like: Tenso
     return value.detach()
 
 
-def _files_of(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor, by its name."""
+def files_of(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor of a file, a folder or an index, by the tensor's name. Raises StageCodeError."""
     if path.is_dir():
         path = path / _INDEX if (path / _INDEX).is_file() else path / "model.safetensors"
     try:
         if path.suffix == ".json":
             table = json.loads(path.read_text())["weight_map"]
             return {str(name): path.parent / Path(str(file)).name for name, file in table.items()}
-        with _opened(path) as file:
+        with opened(path) as file:
             return dict.fromkeys(file.keys(), path)
     except OSError as error:
         raise StageCodeError(f"{path}: {error.strerror or error}: state= names a file of safetensors") from error
@@ -310,7 +310,8 @@ def _files_of(path: Path) -> dict[str, Path]:
         raise StageCodeError(f"{path}: is no index of safetensors files: {error}") from error
 
 
-def _opened(path: Path) -> Any:
+def opened(path: Path) -> Any:
+    """Open a file of safetensors. Raises StageCodeError, and OSError."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:

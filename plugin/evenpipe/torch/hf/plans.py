@@ -55,16 +55,13 @@ class _Made(NamedTuple):
 
 
 class Plans:
-    """The plans of one model, in a folder of this process; all ranks of `group` ask for them alike.
+    """The plans of one model, in a folder of this process; all ranks ask for them alike.
 
     model: it may be on the meta device. device: of its stages.
     """
 
-    def __init__(
-        self, model: nn.Module, cutting: Cutting, device: torch.device, group: dist.ProcessGroup | None, folder: Path
-    ) -> None:
-        self._model, self._cutting, self._device, self._group = model, cutting, device, group
-        self._ranks = dist.get_process_group_ranks(group)
+    def __init__(self, model: nn.Module, cutting: Cutting, device: torch.device, folder: Path) -> None:
+        self._model, self._cutting, self._device = model, cutting, device
         self._folder = folder
         self._first: tuple[Profile, Plan] | None = None
         self._number = 0
@@ -77,12 +74,12 @@ class Plans:
         path = self._folder / f"plan{self._number}.json"
         self._number += 1
         made: list[_Made | None] = [None]
-        if dist.get_rank() == self._ranks[0]:
+        if dist.get_rank() == 0:
             try:
                 made = [self._written(inputs, counted, path)]
             except (TraceError, ScheduleError, ValueError, OSError) as error:
                 made = [_Made({}, False, str(error))]
-        dist.broadcast_object_list(made, src=self._ranks[0], group=self._group)
+        dist.broadcast_object_list(made, src=0)
         [found] = made
         assert found is not None, "the first rank has sent it"
         if found.wrong is not None:
@@ -115,7 +112,7 @@ class Plans:
             return trace(twin, given)
 
     def _cut(self, nodes: Profile) -> Plan:
-        cutting, stages = self._cutting, len(self._ranks)
+        cutting, stages = self._cutting, dist.get_world_size()
         if self._first is None:
             links = StageLinks(data_sheet(cutting.device).peer_gbps)
             plan = find_plan(nodes, cutting.workload, stages, cutting.limit_bytes, cutting.optimize, links=links)

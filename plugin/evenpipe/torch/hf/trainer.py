@@ -27,7 +27,7 @@ from evenpipe.torch.hf.batches import (
     samples_of,
     split_constants,
 )
-from evenpipe.torch.hf.loading import Pretrained, transformers, weightless_model
+from evenpipe.torch.hf.loading import Checkpoint, Pretrained, transformers, weightless_model
 from evenpipe.torch.hf.plans import COUNT, Cutting, Plans, adopt
 from evenpipe.torch.hf.saving import save_pretrained
 from evenpipe.torch.planned import PlannedPipeline
@@ -44,6 +44,11 @@ _UNSUPPORTED: Final[tuple[tuple[str, tuple[Any, ...], str], ...]] = (
     ("label_smoothing_factor", (0.0, 0), "leave it out: the model computes its loss"),
     ("neftune_noise_alpha", (None,), "leave it out"),
     ("train_sampling_strategy", ("random", "sequential"), "use random or sequential"),
+    ("eval_strategy", ("no",), "leave it out, and call evaluate"),
+    ("resume_from_checkpoint", (None, False), "give the folder that save_model wrote as the model"),
+    ("load_best_model_at_end", (False,), "leave it out"),
+    ("torch_compile", (False,), "leave it out: stages are generated code"),
+    ("use_liger_kernel", (False,), "leave it out"),
 )
 _UNDECAYED: Final = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 #: Lengths are rounded up to buckets from this on, in tokens.
@@ -70,7 +75,7 @@ class PipelineTrainer:
     schedule, bpipe: a schedule that flushes. optimize, memory_gib: what stages recompute, so as to fit. data_sheet:
     the device whose times decide the cuts.
 
-    torch.distributed has been started, and all ranks make it alike. Raises ModelError, one line, for a model that
+    All ranks that torchrun started make it alike, and are one pipeline. Raises ModelError, one line, for a model that
     cannot be had or cut, and for settings that would be passed over.
     """
 
@@ -89,16 +94,19 @@ class PipelineTrainer:
         memory_gib: float | None = None,
         data_sheet: str = "a100-80gb",
         optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         library = transformers()
         for name, known, remedy in _UNSUPPORTED:
             given = getattr(args, name, known[0])
             if given not in known and not (name == "optim" and optimizer is not None):
                 raise ModelError(f"{name}={given!s}: the pipeline does not do that: {remedy}")
+        device = torch.device(args.device)  # which starts torch.distributed, as transformers has it
+        if not dist.is_initialized():
+            raise ModelError("a pipeline has a process a stage: start it by torchrun --nproc-per-node N")
         self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
         found = Pretrained(model, None) if isinstance(model, nn.Module) else weightless_model(model)
-        self.model, self._state = found.model.train(), found.folder
+        self.model = found.model.train()
+        self._state = None if found.folder is None else Checkpoint(found.folder, self.model)
         if data_collator is None:
             with_padding = processing_class is not None
             data_collator = (
@@ -106,7 +114,7 @@ class PipelineTrainer:
             )
         self._collate: Collator = data_collator
         self._micro_batches, self._micro_size = args.gradient_accumulation_steps, args.per_device_train_batch_size
-        self._device = torch.empty(0, device=args.device.type if args.device.type == "cpu" else args.device).device
+        self._device = torch.device("cpu") if device.type == "cpu" else device
         self._autocast = torch.bfloat16 if args.bf16 else None
         limit = torch.cuda.mem_get_info(self._device)[1] if self._device.type == "cuda" else 1 << 50
         cutting = Cutting(
@@ -116,9 +124,8 @@ class PipelineTrainer:
             data_sheet,
             self._autocast,
         )
-        self._group = group
         self._folder = tempfile.TemporaryDirectory(prefix="evenpipe")
-        self._plans = Plans(self.model, cutting, self._device, group, Path(self._folder.name))
+        self._plans = Plans(self.model, cutting, self._device, Path(self._folder.name))
         self._pipelines: dict[Any, tuple[PlannedPipeline, bool]] = {}
         self._make_optimizer = optimizer or self._adamw
         self.log_history: list[dict[str, float]] = []
@@ -132,6 +139,8 @@ class PipelineTrainer:
                 f"train_dataset: {len(self.train_dataset)} samples are no batch of {self._batch_samples}: give "
                 "more, or a smaller gradient_accumulation_steps or per_device_train_batch_size"
             )
+        if args.save_strategy != "no":
+            _say(f"note: save_strategy={args.save_strategy!s}: nothing is saved on the way: call save_model")
         steps = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * per_epoch)
         batches = islice(self._training_batches(per_epoch), steps)
         optimizer: torch.optim.Optimizer | None = None
@@ -240,9 +249,7 @@ class PipelineTrainer:
         path, counts = self._plans.make({**inputs, **batch.constants}, "labels" in inputs and _may_count(self.model))
         state = None if self._pipelines else self._state
         with autocasting(self._device.type, self._autocast):
-            pipeline = PlannedPipeline(
-                path, self.model, device=self._device, state=state, seed=self.args.seed, group=self._group
-            )
+            pipeline = PlannedPipeline(path, self.model, device=self._device, state=state, seed=self.args.seed)
         adopt(self.model, pipeline.parts)
         return pipeline, counts
 
@@ -283,15 +290,18 @@ class PipelineTrainer:
         """Return on all ranks what the last stage knows; others have zeros."""
         pipeline = self._any_pipeline
         values = torch.tensor(mine if pipeline.is_last else [0.0] * len(mine), dtype=torch.float64, device=self._device)
-        dist.all_reduce(values, group=self._group)
+        dist.all_reduce(values)
         return [float(value) for value in values.tolist()]
 
     def _log(self, row: dict[str, float]) -> None:
         self.log_history.append(row)
-        if self._any_pipeline.stage == 0:
-            print(
-                {name: value if isinstance(value, int) else f"{value:.4g}" for name, value in row.items()}, flush=True
-            )
+        _say(str({name: value if isinstance(value, int) else f"{value:.4g}" for name, value in row.items()}))
+
+
+def _say(line: str) -> None:
+    """Print it, once for all ranks."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
 
 
 def _may_count(model: nn.Module) -> bool:
