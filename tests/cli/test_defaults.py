@@ -88,6 +88,7 @@ BAD = {
     "[estimate]\nbpipe = 3": "--bpipe: 3 is no value of it: give true or false",
     '[estimate]\nprecision = "bf17"': "--precision: bf17: unknown, did you mean bf16?",
     '[estimate]\nrecompute-modules = ["mlp", "x"]': "--recompute-modules: x: unknown, choose one of",
+    '[estimate]\nhf = "a"\nmodel = "b"': "[estimate] model: cannot be there beside hf: keep one of them",
     "[estimate]\nmicro-batch-size = [1, 2]": "--micro-batch-size: [1, 2] is no value of it",
 }
 
@@ -98,6 +99,13 @@ def test_what_is_wrong_is_one_line_that_names_the_file(text, here, capsys):
     said = line(capsys, *ESTIMATE[:-1], *([] if "cluster" in text else ["--cluster", "1x8-h100"]))
     assert BAD[text] in said
     assert str(here / "evenpipe.toml") in said
+
+
+def test_a_switch_that_is_false_is_one_that_is_not_given(here, capsys):
+    tiny = "stages = 2\nlayers = 2\nhidden = 16\nheads = 2\nseq-length = 16\nmicro-batches = 4\niterations = 1\n"
+    (here / "evenpipe.toml").write_text(f'[train]\n{tiny}engine = "module"\nquiet = true\nbpipe = false\n')
+    settings = document(capsys, "train", "--json")["settings"]
+    assert (settings["bpipe"], settings["layers"], settings["iterations"]) == (False, 2, 1)
 
 
 def test_a_script_and_the_help_ask_no_file(here, capsys):

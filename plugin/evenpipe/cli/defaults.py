@@ -45,6 +45,7 @@ def take_defaults(parser: Parser, command: str, words: Sequence[str]) -> None:
         os.environ.setdefault("COLUMNS", str(_width(path, table["width"])))
     named = {key: value for key, value in table.items() if key != "width" and command in SHARED.get(key, ())}
     options = {name: action for action in parser.options() for name in action.option_strings}
+    taken: dict[argparse.Action, str] = {}
     for where, values in (("", named), (f"[{command}] ", table.get(command, {}))):
         for key, value in values.items():
             source = f"{path}: {where}{key}"
@@ -52,8 +53,12 @@ def take_defaults(parser: Parser, command: str, words: Sequence[str]) -> None:
             if action is None or isinstance(action, argparse._HelpAction):
                 known = [name[2:] for name in options if name.startswith("--") and name != "--help"]
                 raise UsageError(f"{source}: unknown option of evenpipe {command}, {nearest(key, known)}")
-            if not any(_is_given(one, words) for one in (action, *parser.excluded_by(action))):
+            excluded = parser.excluded_by(action)
+            if (other := next(filter(None, map(taken.get, excluded)), None)) is not None:
+                raise UsageError(f"{source}: cannot be there beside {other}: keep one of them")
+            if not any(_is_given(one, words) for one in (action, *excluded)):
                 parser.take_default(action, value, source)
+            taken[action] = key
 
 
 def _nearest_table(folder: Path) -> tuple[Path, dict[str, Any]] | None:

@@ -76,12 +76,10 @@ class Parser(argparse.ArgumentParser):
         switch = action.nargs == 0
         if switch != isinstance(value, bool) or (isinstance(value, list) and action.nargs != "+"):
             self.fail(f"{name}: {value!r} is no value of it{': give true or false' if switch else ''}")
+        if value is False:
+            return  # as if it was not given
         try:
-            taken = (
-                (action.const if value else action.default)
-                if switch
-                else self._get_values(action, list(map(str, values)))
-            )
+            taken = action.const if switch else self._get_values(action, list(map(str, values)))
         except argparse.ArgumentError as error:
             self.fail(f"{name}: {error.message.removeprefix(f'{name} ').removeprefix(f'{name}: ')}")
         self.set_defaults(**{action.dest: taken})
