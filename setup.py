@@ -79,7 +79,10 @@ setup(
             "report/page/templates/*",
         ]
     },
-    install_requires=["torch>=2.10", "numpy", "pydantic>=2", "pyyaml", "jinja2", "rich", "matplotlib"],
+    install_requires=[
+        *("torch>=2.10", "numpy", "pydantic>=2", "pyyaml", "jinja2", "rich", "matplotlib"),
+        'tomli>=2; python_version < "3.11"',
+    ],
     extras_require={
         "megatron": ["megatron-core>=0.14,<0.20"],
         "deepspeed": ["deepspeed>=0.19.4,<=0.19.8"],

@@ -38,6 +38,7 @@ def test_json_is_one_document_and_all_there_is_on_standard_output(
     assert run["format"] == "evenpipe.run/1"
     assert [float.fromhex(text) for text in run["losses_hex"]] == run["losses"]
     assert len(run["losses"]) == len(run["iteration_ms"]) == 2
+    assert "iteration 1/2" in captured.err
     assert len(bytes.fromhex(run["weights_sha256"])) == 32
     assert len(run["grad_norms"]) == 2
     assert all(norm > 0 for norm in run["grad_norms"])
@@ -141,3 +142,10 @@ def test_a_run_that_fails_is_an_object_with_json(
     assert caught.value.code == 1
     assert json.loads(said.out) == {"error": "stage 1 failed at F0: ValueError: no"}
     assert said.err == "Traceback of stage 1\nevenpipe train: stage 1 failed at F0: ValueError: no\n"
+
+
+def test_quiet_shows_no_progress_and_all_results(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words("--engine", "module", "--quiet")) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "peak saved MiB" in captured.out

@@ -6,15 +6,16 @@ import codecs
 import errno
 import signal
 import sys
-from argparse import Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from importlib import import_module
 from io import TextIOWrapper
 from itertools import takewhile
-from typing import Final
+from typing import Any, Final
 
 from evenpipe import __version__
+from evenpipe.cli.defaults import take_defaults
 from evenpipe.cli.parser import COMMANDS, Parser, RunFailed, UsageError, discard_output, list_commands
 
 __all__ = ["main"]
@@ -61,15 +62,23 @@ def _run(words: list[str]) -> int:
     about = "Pipeline parallelism with level memory and fewer bubbles."
     parser = Parser("evenpipe", description=about, beyond="a command's own go after it")
     parser.add_argument("--version", action="version", version=f"evenpipe {__version__}")
+    shells = ("bash", "zsh", "fish")
+    written = "print what completes commands and options in a shell: source <(evenpipe --completion bash)"
+    parser.add_argument("--completion", action=_Completion, choices=shells, metavar="|".join(shells), help=written)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     before = list(takewhile(lambda word: word.startswith("-"), words))
     name = None if before else next(iter(words), None)
     # `run` is started in every process of a job: it must not wait for what other commands import.
-    if name in COMMANDS:
+    if name is not None and name in COMMANDS:
         import_module(f"evenpipe.cli.{name}").add_to(commands)
+        own = commands.choices[name]
+        try:
+            take_defaults(own, name, words[1:])
+        except UsageError as error:
+            own.fail(str(error))
     else:
         list_commands(commands)
-    arguments = parser.parse_args(before or words)
+    arguments = parser.parse_args(words if "--completion" in before else before or words)
     status = None
     try:
         with _text_beside(arguments):
@@ -89,6 +98,16 @@ def _run(words: list[str]) -> int:
             arguments.parser.fail(f"cannot write the output: {said}; free some space, or write elsewhere")
         arguments.parser.fail(said if error.filename is None else f"{error.filename}: {said}")
     return status or 0
+
+
+class _Completion(Action):
+    """Prints the script of a shell, and ends like --version."""
+
+    def __call__(self, parser: ArgumentParser, _: Namespace, value: Any, option: str | None = None) -> None:
+        from evenpipe.cli.completion import completion
+
+        print(completion(value), end="")
+        parser.exit()
 
 
 def _text_beside(arguments: Namespace) -> AbstractContextManager[object]:

@@ -58,7 +58,33 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self._beyond = beyond
         self._as_json = False
+        self._sources: dict[str, str] = {}
         self.set_defaults(parser=self)
+
+    def options(self) -> list[argparse.Action]:
+        """Return the options that the help shows."""
+        return [one for one in self._actions if one.option_strings and one.help != argparse.SUPPRESS]
+
+    def excluded_by(self, action: argparse.Action) -> list[argparse.Action]:
+        """Return the options that cannot be given beside this one."""
+        groups = [group._group_actions for group in self._mutually_exclusive_groups]
+        return [other for group in groups if action in group for other in group if other is not action]
+
+    def take_default(self, action: argparse.Action, value: Any, source: str) -> None:
+        """Give an option a default of a file's; an error that begins with the option names ``source``."""
+        for name in action.option_strings:
+            self._sources[name] = source
+        name, values = action.option_strings[0], value if isinstance(value, list) else [value]
+        switch = action.nargs == 0
+        if switch != isinstance(value, bool) or (isinstance(value, list) and action.nargs != "+"):
+            self.fail(f"{name}: {value!r} is no value of it{': give true or false' if switch else ''}")
+        if value is False:
+            return  # as if it was not given
+        try:
+            taken = action.const if switch else self._get_values(action, list(map(str, values)))
+        except argparse.ArgumentError as error:
+            self.fail(f"{name}: {error.message.removeprefix(f'{name} ').removeprefix(f'{name}: ')}")
+        self.set_defaults(**{action.dest: taken})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all words. An unknown word is reported before a missing option, for which it may be meant."""
@@ -121,8 +147,10 @@ class Parser(argparse.ArgumentParser):
         self.fail(f"{message} (see {self.prog} --help)")
 
     def fail(self, message: str) -> NoReturn:
-        """End the process with status 2 and the message on one line."""
-        self.end(2, message, "error: ")
+        """End the process with status 2 and the message on one line; it names the file that has the option, if one."""
+        option = message.replace(":", " ").split(" ", 1)[0]
+        source = f" (default of {self._sources[option]})" if option in self._sources else ""
+        self.end(2, message + source, "error: ")
 
     def end(self, status: int, message: str, kind: str = "") -> NoReturn:
         """End the process after one line on standard error, in which nothing steers a terminal.

@@ -1,0 +1,79 @@
+"""Completion scripts: what a shell proposes is what the parsers know."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from evenpipe.cli.completion import SHELLS
+from evenpipe.cli.main import main
+from evenpipe.cli.parser import COMMANDS
+
+Proposed = Callable[..., list[str]]
+
+
+def script(capsys: pytest.CaptureFixture[str], shell: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["--completion", shell])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def proposed(capsys: pytest.CaptureFixture[str]) -> Proposed:
+    """What bash completes the last of these words to, after `evenpipe`."""
+    text = script(capsys, "bash")
+
+    def ask(*words: str) -> list[str]:
+        line = f'COMP_WORDS=(evenpipe "$@"); COMP_CWORD={len(words)}; _evenpipe; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "-c", f"{text}{line}", "bash", *words], capture_output=True, text=True)
+        assert done.stderr == ""
+        return done.stdout.split()
+
+    return ask
+
+
+def test_commands_options_and_choices(proposed: Proposed) -> None:
+    assert set(COMMANDS) <= set(proposed(""))
+    assert proposed("pla") == ["plan"]
+    assert proposed("plan", "--micro") == ["--micro-batch-size"]
+    assert proposed("plan", "--precision", "") == ["fp32", "fp16", "bf16"]
+    assert proposed("estimate", "--bpipe", "--no-such") == []
+
+
+def test_files_are_completed_where_an_option_takes_one(proposed: Proposed, tmp_path, monkeypatch) -> None:
+    (tmp_path / "costs.json").touch()
+    monkeypatch.chdir(tmp_path)
+    assert proposed("schedule", "--costs", "co") == ["costs.json"]
+    assert proposed("report", "co") == ["costs.json"]
+
+
+def test_fish_has_a_line_for_each_command_and_each_option_with_its_words(capsys) -> None:
+    lines = script(capsys, "fish").splitlines()
+    assert len(lines) > 200
+    assert all(line.startswith("complete -c evenpipe -n ") for line in lines)
+    assert [line for line in lines if "from plan'" in line and " -l precision -x -a 'fp32 fp16 bf16'" in line]
+    named = {match[1] for line in lines if (match := re.search(r"seen_subcommand_from (\w+)'", line))}
+    assert named == set(COMMANDS)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_that_is_here_takes_its_script(shell: str, capsys) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} on this machine")
+    done = subprocess.run([shell, "-n"], input=script(capsys, shell), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["tcsh"], "choose one of bash, zsh, fish"), ([], "expected one argument")]
+)
+def test_another_shell_is_refused(words: list[str], said: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--completion", *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
