@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from evenpipe.cli.main import main
+from evenpipe.planner.fit.moves import SHORT
 from tests.readme import ROOT
 
 TINY = shlex.split(
@@ -156,3 +157,22 @@ def test_the_page_s_example_is_what_is_printed(
     page = (ROOT / "docs" / "fit.md").read_text()
     example = page.partition("<!-- example")[2].partition("```\n")[2].partition("\n```")[0]
     assert example.splitlines() == shown[-len(example.splitlines()) :]
+
+
+def test_a_recipe_from_flags_changes_the_schedule_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["recipe", "--cluster", "1x4-h100", "--from-flags", *START, "pretrain_gpt.py", *TINY])
+    shown = capsys.readouterr().out
+    main(
+        [
+            "fit",
+            "--cluster",
+            "1x4-h100",
+            "--keep",
+            ",".join(set(SHORT) - {"schedule"}),
+            "--",
+            *START,
+            "pretrain_gpt.py",
+            *TINY,
+        ]
+    )
+    assert shown == capsys.readouterr().out

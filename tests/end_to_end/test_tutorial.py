@@ -80,7 +80,7 @@ def test_the_plan_ends_with_the_recipe_of_the_page(printed):
 
 def test_words_after_the_page_are_options(capsys):
     """Those that are shown in a sentence, since they need more than a laptop."""
-    for words in (["recipe", "--from-flags"], ["run", "--cpu"]):
+    for words in (["fit", "--cluster"], ["run", "--cpu"]):
         with pytest.raises(SystemExit):
             main([words[0], "--help"])
         assert words[1] in capsys.readouterr().out

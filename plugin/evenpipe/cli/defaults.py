@@ -22,7 +22,7 @@ __all__ = ["FILE", "SHARED", "take_defaults"]
 FILE: Final = "evenpipe.toml"
 #: Keys outside of a command's table, and the commands that take them. `width` is no option: columns of the output.
 SHARED: Final[Mapping[str, tuple[str, ...]]] = {
-    "cluster": ("estimate", "plan", "recipe", "run"),
+    "cluster": ("estimate", "fit", "plan", "recipe", "run"),
     "width": tuple(COMMANDS),
 }
 _LEAST_WIDTH: Final = 40

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel
 
@@ -34,7 +34,7 @@ from evenpipe.recipes.recipe import RecipeError
 from evenpipe.settings.spelling import in_flags
 from evenpipe.wording.nearest import nearest
 
-__all__ = ["add_to"]
+__all__ = ["add_to", "fit_schedule"]
 
 _CLUSTER: Final = "a100-80gb"
 #: Tokens of a vocabulary of which no flag says the size: Llama 3's.
@@ -126,6 +126,12 @@ class _Read(NamedTuple):
     found: Described
     cluster: Cluster
     notes: list[str]
+
+
+def fit_schedule(line: Sequence[str], on: str | None) -> None:
+    """Print what `fit` says of a run's line, on this cluster, if nothing but its schedule may change."""
+    keep = frozenset(get_args(Aspect)) - {"schedule"}
+    _run(Namespace(line=line, cluster=on, memory_gib=None, keep=keep, write=None, take=None, json=False))
 
 
 def _run(arguments: Namespace) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from argparse import Namespace
+from argparse import REMAINDER, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from evenpipe.cli.estimate import add_model, model_and_cluster
+from evenpipe.cli.fit import fit_schedule
 from evenpipe.cli.parser import Commands, UsageError, add_command, sentence
 from evenpipe.cli.plan import SEARCHED, add_search_options, engine_of, question_from
 from evenpipe.cli.run_estimate import in_megatron
@@ -106,7 +107,8 @@ def add_to(commands: Commands) -> None:
         "recipe",
         usage="evenpipe recipe gpt|bert (--model NAME | --hf PATH) --cluster NAME --framework NAME --launcher NAME "
         "--out DIR (--plan PLAN.json | --global-batch-size G) [--set KEY=VALUE ...] [--force]\n"
-        "       evenpipe recipe --check DIR [--megatron-lm PATH]",
+        "       evenpipe recipe --check DIR [--megatron-lm PATH]\n"
+        "       evenpipe recipe [--cluster NAME] --from-flags torchrun ... pretrain_gpt.py [FLAGS ...]",
         description=f"{sentence('recipe')} A README beside them says what is predicted.",
         epilog=f"Settings: {settings}.",
     )
@@ -134,14 +136,20 @@ def add_to(commands: Commands) -> None:
         metavar="PATH",
         help="--check: the checkout whose parser is asked, which executes its code",
     )
+    group.add_argument(
+        "--from-flags", nargs=REMAINDER, metavar="LINE", help="as `evenpipe fit --keep ...`: the schedule alone changes"
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: Namespace) -> int | None:
     if arguments.check is not None:
         return show_check(arguments.check, arguments.megatron_lm)
+    if arguments.from_flags is not None:
+        fit_schedule(arguments.from_flags, arguments.cluster)
+        return None
     if arguments.kind is None:
-        raise UsageError("gpt or bert: which is trained? Or give --check DIR")
+        raise UsageError("gpt or bert: which is trained? Or give --check DIR, or --from-flags and a line")
     needed = ("model", "cluster", "framework", "launcher", "out")
     named = {"model": arguments.hf}
     missing = [f"--{option}" for option in needed if getattr(arguments, option) is None and named.get(option) is None]

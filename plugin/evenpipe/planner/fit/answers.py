@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
-from evenpipe.planner.fit.moves import NARROWER, Aspect, alternatives, changed, with_aspect
+from evenpipe.planner.fit.moves import ASPECTS, NARROWER, Aspect, alternatives, changed, with_aspect
 from evenpipe.planner.fit.weighing import Weighing
 from evenpipe.planner.run import EstimateError, Module, Run
 from evenpipe.planner.search.question import Engine, Question
@@ -277,4 +277,6 @@ def _refuse(asked: Asked) -> None:
     except EstimateError as error:
         kept = f"; or keep less than {', '.join(sorted(asked.keep))}" if asked.keep else ""
         raise EstimateError(f"{error}{kept}") from None
-    raise EstimateError(f"keep={','.join(sorted(asked.keep))}: nothing that fits has these ({len(found)} other does)")
+    free = sorted(set(ASPECTS) - asked.keep)
+    kept = ",".join(sorted(asked.keep)) if len(free) > 1 else f"all but {free[0]}"
+    raise EstimateError(f"keep={kept}: nothing that fits has these, and {len(found)} other does: keep less")
