@@ -18,7 +18,9 @@ from evenpipe.schedule import Program, Programs, Size, find
 from evenpipe.simulate import Costs, Wire, simulate
 
 TIMES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 80)), min_size=2, max_size=5)
-SCHEDULES = st.sampled_from(["1f1b", "gpipe", "kfkb", "interleaved", "zb-h1", "v-half", "v-min", "zbv", "interleaved-zb"])
+SCHEDULES = st.sampled_from(
+    ["1f1b", "gpipe", "kfkb", "interleaved", "zb-h1", "v-half", "v-min", "zbv", "interleaved-zb"]
+)
 
 
 def costs_of(times: list[tuple[int, int]], message: Wire | None = None) -> Costs:

@@ -139,9 +139,7 @@ def simulated(
 _STEADY: Final = (4, 12)
 
 
-def _steady(
-    programs: Programs, size: Size, on_clock: Callable[[Program], Simulation], period: int
-) -> Simulated | None:
+def _steady(programs: Programs, size: Size, on_clock: Callable[[Program], Simulation], period: int) -> Simulated | None:
     """Return a batch by a shorter one's steady part; None where it has none, or is not shorter."""
     for times in _STEADY:
         short = _shorter(programs, size, times * max(size.stages, period), period)
