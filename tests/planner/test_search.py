@@ -337,14 +337,14 @@ _TRIES = 3
     ("name", "nodes", "samples", "limit_s"),
     [
         ("gpt3-175b", "128x8-a100-80gb", 1536, 15),
-        ("llama3-405b", "128x8-h100", 1024, 40),
-        ("llama3-405b", "1280x8-h100", 2560, 60),
-        ("gpt3-175b", "1280x8-a100-80gb", 10240, 60),
-        ("mixtral-8x7b", "128x8-h100", 1024, 30),
-        ("deepseek-v3", "128x8-h100", 2048, 30),
-        ("deepseek-v3", "1280x8-h100", 15360, 150),
-        ("llama3-405b", "2048x8-h100", 4096, 60),
-        ("deepseek-v3", "2048x8-h100", 16384, 150),
+        ("llama3-405b", "128x8-h100", 1024, 30),
+        ("llama3-405b", "1280x8-h100", 2560, 40),
+        ("gpt3-175b", "1280x8-a100-80gb", 10240, 15),
+        ("mixtral-8x7b", "128x8-h100", 1024, 25),
+        ("deepseek-v3", "128x8-h100", 2048, 25),
+        ("deepseek-v3", "1280x8-h100", 15360, 75),
+        ("llama3-405b", "2048x8-h100", 4096, 40),
+        ("deepseek-v3", "2048x8-h100", 16384, 40),
     ],
 )
 def test_large_clusters_on_one_core(name: str, nodes: str, samples: int, limit_s: float) -> None:

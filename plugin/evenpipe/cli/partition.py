@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Console
 
 from evenpipe.cli.parser import Commands, Parser, UsageError, add_command
-from evenpipe.cli.partition_shown import print_front, print_plan, ways_to_cut
+from evenpipe.cli.partition_shown import print_check, print_front, print_plan, ways_to_cut
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_file, positive, whole, write
 from evenpipe.partition.configurations import MODELS
@@ -22,7 +22,7 @@ from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.finding import can_fit, find_plan, largest_batch
 from evenpipe.partition.search.plan import Plan
-from evenpipe.planner.descriptions import DescriptionError, device, names
+from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, device, names
 from evenpipe.report.figures import Division, draw_divisions
 from evenpipe.report.files import is_special, write_atomically
 from evenpipe.schedule import ScheduleError
@@ -37,8 +37,11 @@ __all__ = ["add_to", "show_layout"]
 _GIB: Final = 2**30
 
 
-def show_layout(arguments: Namespace) -> None:
-    """Print it, and write what is asked for. UsageError for flags that there is no layout for."""
+def show_layout(arguments: Namespace) -> int:
+    """Print it, and write what is asked for; 1 where a layout that is checked is no good.
+
+    UsageError for flags that there is no layout for.
+    """
     # These bring torch, which --help has no use for.
     from evenpipe.partition.layouts.gpt import LayoutError
     from evenpipe.partition.layouts.plan import best_layout
@@ -49,6 +52,14 @@ def show_layout(arguments: Namespace) -> None:
         raise UsageError(
             "--megatron: which flags? Give those of the run after --: evenpipe partition --megatron -- ..."
         )
+    try:
+        where = None if arguments.cluster is None else cluster(arguments.cluster)
+    except DescriptionError as error:
+        raise UsageError(f"--cluster {error}") from error
+    if where is not None and arguments.device is not None:
+        raise UsageError(f"--device {arguments.device}: --cluster {where.name} says which: leave one of them out")
+    if arguments.check is not None:
+        return _check(arguments, where)
     limit_bytes = None if arguments.memory_gib is None else int(arguments.memory_gib * _GIB)
     if arguments.optimize == "swap+recompute":
         raise UsageError(
@@ -56,13 +67,14 @@ def show_layout(arguments: Namespace) -> None:
         )
     if arguments.optimize == "recompute" and limit_bytes is None:
         raise UsageError("--optimize recompute: as far as it takes to fit into what? Give --memory-gib")
-    measured = arguments.device in (None, "cpu")
+    measured = where is None and arguments.device in (None, "cpu")
     console = console_of(stderr=True)
     with console.status("timing layers" if measured else "reading flags") if console.is_terminal else nullcontext():
         try:
             found, profile = best_layout(
                 arguments.flags,
-                None if measured else device(arguments.device),
+                None if measured else device(arguments.device) if where is None else where.device,
+                world_size=arguments.world_size if where is None else where.gpus,
                 limit_bytes=limit_bytes,
                 half_layers=arguments.half_layers,
                 recompute=arguments.optimize == "recompute",
@@ -80,10 +92,28 @@ def show_layout(arguments: Namespace) -> None:
     )
     if arguments.json:
         print(document)
-        return
+        return 0
     console = console_of()
     console.print(_flag(found, arguments.out), style="bold", soft_wrap=True)
     _print(console, found)
+    return 0
+
+
+def _check(arguments: Namespace, where: Cluster | None) -> int:
+    from evenpipe.partition.layouts.given import check_layout
+    from evenpipe.partition.layouts.gpt import LayoutError
+
+    if where is None:
+        raise UsageError("--check: on which GPUs? Name all of the run's with --cluster, such as 8x8-h100")
+    try:
+        found = check_layout(arguments.flags, arguments.check, where)
+    except (LayoutError, DescriptionError) as error:
+        raise UsageError(str(error)) from error
+    if arguments.json:
+        print(json.dumps(found.to_json()))
+    else:
+        print_check(console_of(), found)
+    return 1 if found.problem else 0
 
 
 def _flag(found: LayoutPlan, out: Path | None) -> str:
@@ -163,6 +193,13 @@ def _add_model(parser: Parser) -> None:
     group.add_argument(
         "--half-layers", action="store_true", help="with --megatron: stages may end between attention and MLP"
     )
+    group.add_argument(
+        "--check",
+        metavar="LAYOUT",
+        help="with --megatron: does this --pipeline-model-parallel-layout fit --cluster, and how far is it from the "
+        "best? Status 1 where it does not fit, or takes 2%% longer",
+    )
+    group.add_argument("--world-size", type=positive, metavar="N", help="with --megatron: GPUs of the run (--cluster)")
     parser.add_argument(
         "flags",
         nargs="*",
@@ -223,12 +260,14 @@ def _add_pipeline(parser: Parser) -> None:
     group.add_argument("--max-batch", action="store_true", help="find the largest micro-batch that fits")
 
 
-def _run(arguments: Namespace) -> None:
+def _run(arguments: Namespace) -> int:
     from evenpipe.cli.partition_sources import Source  # it brings torch, which --help has no use for
 
     if arguments.megatron:
-        show_layout(arguments)
-        return
+        return show_layout(arguments)
+    for option in ("check", "world_size"):
+        if getattr(arguments, option) is not None:
+            raise UsageError(f"--{option.replace('_', '-')}: is for --megatron: leave it out")
     if arguments.half_layers:
         raise UsageError("--half-layers: is for --megatron: other models are cut at any node")
     if arguments.flags:
@@ -258,12 +297,13 @@ def _run(arguments: Namespace) -> None:
     if arguments.json:
         batch = {"max_batch": plan.origin.micro_batch_size} if arguments.max_batch else {}
         print(json.dumps(plan.model_dump(mode="json") | batch))
-        return
+        return 0
     console = console_of()
     console.print(_title(plan), style="bold")
     print_plan(console, plan)
     if plan.front:
         print_front(console, plan)
+    return 0
 
 
 def _largest(source: Source, fits: Callable[[Profile], bool]) -> int:

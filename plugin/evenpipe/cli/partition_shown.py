@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
@@ -14,7 +14,10 @@ from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.plan import Plan, Stage, plan_of
 from evenpipe.report.figures import Division
 
-__all__ = ["division", "print_front", "print_plan", "ways_to_cut"]
+if TYPE_CHECKING:
+    from evenpipe.partition.layouts.given import CheckedLayout
+
+__all__ = ["division", "print_check", "print_front", "print_plan", "ways_to_cut"]
 
 _GIB: Final = 2**30
 _MIB: Final = 2**20
@@ -47,6 +50,29 @@ def print_plan(console: Console, plan: Plan) -> None:
         )
         rows.append(row)
     print_table(console, columns, rows, caption, optional=("extra", "before"))
+
+
+def print_check(console: Console, found: CheckedLayout) -> None:
+    """Print a row for each stage, under a layout that is checked and under the best, and what is wrong."""
+    each, best = found.estimate.stages, found.best_estimate.stages
+    rows = [
+        (
+            str(number),
+            *(
+                cell
+                for one in pair
+                for cell in (f"{one.forward_ms + one.backward_ms:,.4g}", f"{one.bytes.total / _GIB:.4g}")
+            ),
+        )
+        for number, pair in enumerate(zip(each, best, strict=True))
+    ]
+    caption = (
+        f"slowest: stage {found.slowest}; an iteration {found.estimate.iteration_ms:,.4g} ms, by the best layout "
+        f"{found.best_estimate.iteration_ms:,.4g} ms"
+    )
+    print_table(console, ("stage", "ms", "peak GiB", "best: ms", "peak GiB"), rows, caption)
+    console.print(f"best: '{found.best}'", soft_wrap=True)
+    console.print(found.problem or f"fits, {max(0.0, found.slower):.1%} slower than the best", soft_wrap=True)
 
 
 def print_front(console: Console, plan: Plan) -> None:

@@ -41,8 +41,11 @@ _NEED_A_GPU: Final = (
 )
 
 
-def read(flags: Sequence[str], world_size: int | None) -> tuple[Namespace, Gpt, Pipeline]:
-    """Parsed by megatron.training, where there is one, which also validates them with the even layout in them."""
+def read(flags: Sequence[str], world_size: int | None, measure: bool = True) -> tuple[Namespace, Gpt, Pipeline]:
+    """Parsed by megatron.training, where there is one, which also validates them with the even layout in them.
+
+    `measure`: times are to be measured here.
+    """
     if flags and not flags[0].startswith("-"):
         if not Path(flags[0]).is_file():
             raise LayoutError(f"{flags[0]}: no such script: name pretrain_gpt.py of your checkout, then its flags")
@@ -50,13 +53,13 @@ def read(flags: Sequence[str], world_size: int | None) -> tuple[Namespace, Gpt, 
         flags = flags[1:]
     if importlib.util.find_spec("megatron.training") is None:
         args = parse_flags(flags)
-        gpt = Gpt.of(args, world_size)
+        gpt = Gpt.of(args, world_size, latent=not measure)
         return args, gpt, gpt.pipeline(args)
     from megatron.training import arguments
 
     sys.argv = ["pretrain_gpt.py", *flags]
     args = arguments.parse_args(extra_args_provider=add_flags)
-    gpt = Gpt.of(args, world_size)
+    gpt = Gpt.of(args, world_size, latent=not measure)
     pipeline = gpt.pipeline(args)
     checked = copy.deepcopy(args)
     checked.pipeline_model_parallel_layout = even_layout(gpt, pipeline)
@@ -146,7 +149,7 @@ def _main() -> None:
     install_cpu_mode()
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            args, gpt, pipeline = read(asked["flags"], asked["world_size"])
+            args, gpt, pipeline = read(asked["flags"], asked["world_size"], asked["measure"])
             series = MEGATRON_CORE.series(RELEASES)
             times = measured(gpt, lambda: build(args, gpt)) if asked["measure"] else {}
     except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:

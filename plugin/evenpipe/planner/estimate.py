@@ -14,6 +14,7 @@ from evenpipe.planner.descriptions import Cluster, Framework, Model, framework
 from evenpipe.planner.iteration import (
     HandOver,
     PartTime,
+    Simulated,
     batch_end,
     hand_over,
     message_bytes_of,
@@ -139,7 +140,9 @@ def estimate(
 
 
 class Estimator:
-    """Estimates of runs of one model on one cluster; programs that several runs share are built once."""
+    """Estimates of runs of one model on one cluster; programs that several runs share are built once, and simulated
+    once for the same costs.
+    """
 
     def __init__(
         self, model: Model, cluster: Cluster, of: Framework | None = None, calibration: Calibration = FITTED
@@ -149,6 +152,7 @@ class Estimator:
         self.framework = of or framework_of(model, cluster)
         self.calibration = calibration
         self._programs: dict[tuple[str, bool, Queues, bool], Programs] = {}
+        self._simulated: dict[str, Simulated] = {}
 
     def __call__(self, run: Run) -> Estimate:
         """Raises EstimateError for a run that cannot be, with the argument and the remedy."""
@@ -169,10 +173,12 @@ class Estimator:
         message_bytes = message_bytes_of(self.model, run)
         evictions = [Wire(*(_MS * seconds for seconds in kernels.links.eviction(max(row)))) for row in units]
         costs, own = self._costs(run, times, places, hand_over(self.model, run, kernels.links), evictions)
+        same = repr((programs.spec.name, run.bpipe, run.queues, size, costs, units, left))
         try:
-            found = simulated(programs, size, costs, units, left)
+            found = self._simulated.get(same) or simulated(programs, size, costs, units, left)
         except ScheduleError as error:
             raise EstimateError(str(error)) from error
+        self._simulated[same] = found
         held = stage_bytes(
             chunks, found.saved_bytes, places, found.weight_versions, run, message_bytes, self.cluster.device
         )

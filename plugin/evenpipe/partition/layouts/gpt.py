@@ -64,16 +64,19 @@ class Gpt(NamedTuple):
     run: Run
 
     @classmethod
-    def of(cls, args: Namespace, world_size: int | None = None) -> Gpt:
+    def of(cls, args: Namespace, world_size: int | None = None, latent: bool = False) -> Gpt:
         """From Megatron's arguments, parsed, validated or not. `world_size` None: as few GPUs as can be.
 
-        Raises LayoutError.
+        `latent`: its attention may be multi-head latent, which written plans do not describe. Raises LayoutError.
         """
         if (flag := laid_out_by(args)) is not None:
             raise LayoutError(f"{flag}: already lays the layers out, by hand: leave it out, and the best is looked for")
         other = undescribed(args)
-        if getattr(args, "multi_latent_attention", None):
-            other = "--multi-latent-attention"
+        if getattr(args, "multi_latent_attention", None) and not latent:
+            raise LayoutError(
+                "--multi-latent-attention: is neither timed on a CPU nor in a written plan: name a device or a cluster "
+                "for its layout, and give the run that layout by --pipeline-model-parallel-layout"
+            )
         if other is not None:
             raise LayoutError(f"{other}: layouts are found for GPT models with Megatron's own attention only")
         try:

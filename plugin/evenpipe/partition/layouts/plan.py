@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -27,7 +27,7 @@ from evenpipe.partition.profile import Profile
 from evenpipe.planner.descriptions import Device
 from evenpipe.runtime.processes import ChildFailed, answer_of
 
-__all__ = ["LayoutPlan", "Split", "best_layout", "even_layout", "plan_layout"]
+__all__ = ["LayoutPlan", "Split", "best_layout", "even_layout", "plan_layout", "read_flags"]
 
 _CHILD: Final = "evenpipe.megatron.layout_model"
 
@@ -154,6 +154,26 @@ def _split(problem: Problem, cuts: Cuts) -> Split:
     )
 
 
+class FlagsRead(NamedTuple):
+    """The model of flags and its pipeline; `mtp_apart`: as in `plan_layout`; `found`: times, and Megatron's version."""
+
+    gpt: Gpt
+    pipeline: Pipeline
+    mtp_apart: bool
+    found: dict[str, Any]
+
+
+def read_flags(flags: Sequence[str], world_size: int | None, measure: bool) -> FlagsRead:
+    """Return what flags describe, read in a process of its own. Raises LayoutError, one line."""
+    asked = {"flags": list(flags), "world_size": world_size, "measure": measure}
+    try:
+        found = answer_of(_CHILD, asked)
+    except ChildFailed as error:
+        raise LayoutError(str(error)) from error
+    gpt = TypeAdapter(Gpt).validate_python(found["gpt"])
+    return FlagsRead(gpt, Pipeline(*found["pipeline"]), found["mtp_apart"], found)
+
+
 def best_layout(
     flags: Sequence[str],
     device: Device | None = None,
@@ -173,12 +193,7 @@ def best_layout(
 
     Raises LayoutError, one line.
     """
-    asked = {"flags": list(flags), "world_size": world_size, "measure": device is None}
-    try:
-        found = answer_of(_CHILD, asked)
-    except ChildFailed as error:
-        raise LayoutError(str(error)) from error
-    gpt = TypeAdapter(Gpt).validate_python(found["gpt"])
+    gpt, pipeline, mtp_apart, found = read_flags(flags, world_size, measure=device is None)
     if recompute and gpt.run.recompute != "none":
         raise LayoutError(
             f"--recompute-granularity {gpt.run.recompute}: the plan says what each stage computes again: leave it out"
@@ -191,8 +206,8 @@ def best_layout(
     profile = profile_of(gpt, times, device=where, versions={"megatron-core": found["version"]})
     plan = plan_layout(
         layers_of(gpt, times, half_layers),
-        Pipeline(*found["pipeline"]),
-        mtp_apart=found["mtp_apart"],
+        pipeline,
+        mtp_apart=mtp_apart,
         source=profile.origin.source,
         limit_bytes=limit_bytes,
         recompute=recompute,
