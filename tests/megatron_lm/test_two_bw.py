@@ -27,6 +27,11 @@ CASES = {
     "GPT PP4 m=4, torch_dist": (GPT, (*PP4, "--global-batch-size", "4"), "torch_dist"),
     # Not BERT: its head of two classes is padded, and newer releases save padding in torch_dist as it lies in memory.
     "GPT DP2xPP2 bf16 distributed optimizer, torch_dist": (GPT, OVERLAPPED, "torch_dist"),
+    "GPT DP2xPP2 bf16 distributed optimizer, error feedback, torch": (
+        GPT,
+        (*OVERLAPPED, "--evenpipe-delay-correction", "error-feedback"),
+        "torch",
+    ),
     "BERT DP2xPP2 bf16 distributed optimizer, torch": (BERT, OVERLAPPED, "torch"),
     "GPT PP4 MTP bpipe, torch": (GPT, (*PP4, *MTP, "--bpipe"), "torch"),
     "BERT PP4 bpipe, torch": (BERT, (*PP4, "--bpipe"), "torch"),
@@ -55,7 +60,9 @@ def sidecars(folder: Path, iteration: int) -> list[Path]:
 
 
 def older_versions(folder: Path, iteration: int) -> dict[str, list[torch.Tensor]]:
-    return {path.name: torch.load(path)["state"]["before"] for path in sidecars(folder, iteration)}
+    """And, in files of ranks, what the correction of the delay keeps."""
+    states = {path.name: torch.load(path)["state"] for path in sidecars(folder, iteration)}
+    return {name: state["corrected" if name.startswith("rank_") else "before"] for name, state in states.items()}
 
 
 def same(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]]) -> bool:
@@ -152,6 +159,20 @@ def test_experts_that_are_shared_out_train_as_if_each_replica_had_them_all(megat
         assert numbers(figure, ours) == pytest.approx(numbers(figure, together), rel=1e-5)
     assert numbers("grad norm ", ours) == pytest.approx(numbers("grad norm ", together), abs=2e-3)
     assert len(numbers("grad norm ", ours)) == 4
+
+
+def test_times_and_the_norm_of_parameters_are_logged_and_change_nothing(megatron_lm):
+    """Both join all stages, and do so at a log only. With a rate of zero the norm is that of any schedule."""
+    flags = [*flags_for(megatron_lm, GPT, 4, ()), *PP2, "--log-interval", "2"]
+    logs = ("--timing-log-level", "2", "--log-params-norm")
+    plain, logged = (launch(megatron_lm, GPT, 2, [*flags, *TWO, *more]) for more in ((), logs))
+    assert logged.lines == plain.lines
+    assert len(plain.lines) == 3, "the first iteration too"
+    assert len(re.findall(r"forward-backward \.+: \([\d.]+, [\d.]+\)", logged.output)) == 3
+    frozen = [*flags, *logs, "--lr", "0", "--weight-decay", "0"]
+    norms = [numbers("params norm: ", launch(megatron_lm, GPT, 2, [*frozen, *more])) for more in ((), TWO)]
+    assert norms[0] == norms[1]
+    assert len(numbers("params norm: ", logged)) == 3
 
 
 def numbers(figure: str, run: Run) -> list[float]:

@@ -112,6 +112,8 @@ _CHANGES: Mapping[str, Changes] = {
     },
     f"{_UTILS}:logical_and_across_model_parallel_group": {"0.14": "(input)", "0.18": None},
     f"{_UTILS}:reduce_max_stat_across_model_parallel_group": {"0.14": "(stat)", "0.18": None},
+    f"{_UTILS}:calc_params_l2_norm": {"0.14": "(model, force_create_fp32_copy=False)", "0.18": None},
+    f"{_UTILS}.common_utils:calc_params_l2_norm": {"0.18": "(model, force_create_fp32_copy=False)"},
     f"{_UTILS}.common_utils:logical_and_across_model_parallel_group": {
         "0.18": "(input)",
         "0.19": "(input, group=None)",

@@ -152,8 +152,6 @@ _JOINS_AT_LOGS = "joins all stages at each log"
 _BETWEEN = "reads or changes gradients or weights before the step, which 2bw finishes in the next iteration"
 _ARGUMENTS_WITH_TWO_VERSIONS: Mapping[str, str] = {
     "use_torch_fsdp2": "gathers and frees parameters, of which 2bw needs two versions",
-    "timing_log_level": _JOINS,
-    "log_params_norm": _JOINS,
     "log_max_attention_logit": _JOINS,
     "log_energy": _JOINS_AT_LOGS,
     "log_straggler": _JOINS_AT_LOGS,

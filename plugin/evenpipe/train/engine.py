@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast
@@ -229,14 +229,17 @@ class EngineModule(Protocol):
         """The engine of one run, ready to train inside; needs torch.distributed initialised. Leaves nothing behind."""
 
 
-def changed_versions(saved: bool, kept: bool) -> str | None:
+def changed_versions(saved: Mapping[str, Any] | None, kept: bool, correction: str) -> str | None:
     """Return what to tell the user if the checkpoint has two versions of the weights and the run one, or vice versa.
 
-    None where both have as many.
+    `saved` is what it has of 2BW, if anything. Or it has another `correction` of the delay; None where all is alike.
     """
-    if saved == kept:
-        return None
-    if saved:
+    if (saved is not None) == kept:
+        before = "none" if saved is None else saved.get("correction", "none")
+        if not kept or before == correction:
+            return None
+        return f"the checkpoint has the delay correction {before}: this run's, {correction}, begins anew"
+    if saved is not None:
         return "the checkpoint has two versions of the weights: this run goes on from the newer one"
     return "the checkpoint has one version of the weights: both versions of this run start from it"
 

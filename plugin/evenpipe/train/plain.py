@@ -105,7 +105,7 @@ class PlainEngine(Observer, ABC):
             part.load_state_dict(saved)
         self.optimizer.load_state_dict(state["optimizer"])
         self._saved_steps = state.get("steps")
-        return changed_versions(self._saved_steps is not None, self._case.options.streams)
+        return changed_versions(self._saved_steps, self._case.options.streams, self._case.options.delay_correction)
 
     def begin(self, iteration: int) -> None:
         """Under a schedule without flushes batches are read ahead from here on."""

@@ -146,7 +146,6 @@ REFUSED = {
         {},
         "--evenpipe-trace t.json: with --evenpipe-schedule 2bw and --bpipe partners .*: leave one of them out$",
     ),
-    "2bw, timed": ({"schedule": "2bw"}, {"timing_log_level": 1}, "2bw: --timing-log-level joins all stages "),
     "2bw, on the nodes": (
         {"schedule": "2bw"},
         {"non_persistent_ckpt_type": "local"},

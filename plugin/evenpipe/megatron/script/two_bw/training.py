@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from evenpipe.megatron.script.hooks import save_patch, set_up_patch, with_values
@@ -168,6 +168,32 @@ class TwoBWLoop:
         decide = functools.partial(original, *args, **kwargs)
         return decide() if self._exit is None else self._exit.made_by(decide)
 
+    def timed(self, original: Callable[..., Any], timer: Any, barrier: bool = False) -> Any:
+        """In place of a timer's start or stop, which waits for the whole device; with a barrier, for all ranks too."""
+        if barrier:
+            self.interrupt()
+            return original(timer, barrier)
+        with _waiting_for_compute_only():
+            return original(timer, barrier)
+
+    def log_timers(
+        self, original: Callable[..., None], timers: Any, names: Sequence[str], *args: Any, **given: Any
+    ) -> None:
+        """In place of a log of timers, which gathers their times from all ranks."""
+        if self.args.timing_log_level > 0:
+            self.interrupt()
+            original(timers, names, *args, **given)
+        elif started := [name for name in names if name in timers._timers]:
+            original(timers, started, *args, **given)
+
+    def norm_of_parameters(self, original: Callable[..., float], *args: Any, **kwargs: Any) -> float | None:
+        """In place of the norm, which is taken in every iteration, and logged in the first and at each interval."""
+        iteration = self.args.curr_iteration
+        if iteration != self.args.iteration and (iteration + 1) % self.args.log_interval:
+            return None
+        self.interrupt()
+        return original(*args, **kwargs)
+
     def interrupted(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Interrupt the stream before `original`, in which all ranks wait for each other."""
         self.interrupt()
@@ -289,8 +315,9 @@ def two_bw_patches(training: Any) -> list[Patch]:
             core_patch(
                 f"timer-{name}",
                 f"{_TIMERS}:Timer.{name}",
-                interrupted,
-                "2bw: timers stop, with barriers, before Megatron evaluates or saves; nothing may be under way then",
+                functools.partial(TwoBWLoop.timed, training),
+                "2bw: timers stop, with barriers, before Megatron evaluates or saves; nothing may be under way then; "
+                "others wait for the whole device, and so for what is yet to be received",
                 "(self, barrier=False)",
             )
             for name in ("start", "stop")
@@ -327,34 +354,54 @@ def two_bw_patches(training: Any) -> list[Patch]:
             "2bw: two barriers and a wait for the whole device at each log interval join all stages",
             "(self, reset=True, barrier=False)",
         ),
-        core_patch(
-            "timers",
-            f"{_TIMERS}:Timers.log",
-            _of_running_timers,
-            "2bw: older releases gather the times of timers that were never started from all ranks, at each log "
-            "interval",
-            "(self, names, rank=None, normalizer=1.0, reset=True, barrier=False)",
+        *(
+            core_patch(
+                f"timers-{name}",
+                f"{_TIMERS}:Timers.{name}",
+                functools.partial(TwoBWLoop.log_timers, training),
+                "2bw: times are gathered from all ranks at each log interval, of older releases' timers that were "
+                "never started too; nothing may be under way then",
+                f"(self, names, {own}, normalizer=1.0, reset=True, barrier=False)",
+            )
+            for name, own in (("log", "rank=None"), ("write", "writer, iteration"))
+        ),
+        *(
+            training_patch(
+                "params-norm",
+                f"{module}:calc_params_l2_norm",
+                functools.partial(TwoBWLoop.norm_of_parameters, training),
+                "2bw: the norm of parameters joins all stages, in every iteration though one is logged",
+            )
+            for module in ("megatron.training.utils", "megatron.training.utils.common_utils")
         ),
     ]
 
 
-def _of_running_timers(
-    original: Callable[..., None], timers: Any, names: Sequence[str], *args: Any, **kwargs: Any
-) -> None:
-    started = [name for name in names if name in timers._timers]
-    if started:
-        original(timers, started, *args, **kwargs)
+@contextmanager
+def _waiting_for_compute_only() -> Iterator[None]:
+    import torch
+
+    synchronize = torch.cuda.synchronize
+    torch.cuda.synchronize = _wait_for_compute
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize = synchronize
+
+
+def _wait_for_compute(device: Any = None) -> None:
+    """Wait for this stage's compute, and not for what it is to receive, on streams of its own."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _without_barrier(original: Callable[..., float], timer: Any, reset: bool = True, barrier: bool = False) -> float:
     """A reading that is not to be aligned over ranks is Megatron's own."""
     if not (barrier and timer._started):
         return original(timer, reset, barrier)
-    import torch
-
-    if torch.cuda.is_available():
-        # Not the device: what this stage waits to receive is on streams of its own.
-        torch.cuda.current_stream().synchronize()
+    _wait_for_compute()
     now = time.time()
     passed = now - timer._start_time
     timer._start_time = now
