@@ -173,7 +173,7 @@ class Estimator:
         message_bytes = message_bytes_of(self.model, run)
         evictions = [Wire(*(_MS * seconds for seconds in kernels.links.eviction(max(row)))) for row in units]
         costs, own = self._costs(run, times, places, hand_over(self.model, run, kernels.links), evictions)
-        same = repr((programs.spec.name, run.bpipe, run.queues, size, costs, units, left))
+        same = repr((programs.spec.name, run.overlap_experts, run.bpipe, run.queues, size, costs, units, left))
         try:
             found = self._simulated.get(same) or simulated(programs, size, costs, units, left)
         except ScheduleError as error:
