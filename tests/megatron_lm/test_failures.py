@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_lm.launch import gpt_flags, start, torchrun
+from tests.megatron_lm.launch import EXPERTS, gpt_flags, start, torchrun
+
+HIDING = "--overlap-moe-expert-parallel-comm"
+HIDES = (
+    *("--evenpipe-schedule", "interleaved", "--num-layers-per-virtual-pipeline-stage", "2", "--bf16", *EXPERTS),
+    *("--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"),
+)
 
 FLAGS = [*gpt_flags(50), "--pipeline-model-parallel-size", "4", "--bpipe"]
 RUN = ("-m", "evenpipe", "run", "--cpu")
@@ -87,6 +93,7 @@ def test_a_stage_that_dies_ends_the_job_within_15_seconds(megatron_lm, how, comm
     [
         pytest.param(["--evenpipe-schedule", "kfkb"], "was started without EvenPipe's flags", marks=pytest.mark.long),
         (["--group-size", "2", "--bf16"], "was started differently from rank 0"),
+        ([HIDING], "was started differently from rank 0"),
     ],
 )
 def test_a_rank_that_was_started_differently_is_named_before_anybody_waits_for_it(
@@ -95,8 +102,9 @@ def test_a_rank_that_was_started_differently_is_named_before_anybody_waits_for_i
     script = tmp_path / "odd.py"
     script.write_text(textwrap.dedent(DIFFERS).format(left_out=left_out, script=str(megatron_lm / "pretrain_gpt.py")))
     schedule = ["--evenpipe-schedule", "kfkb"] if "--group-size" in left_out else []
-    flags = [*gpt_flags(2), "--pipeline-model-parallel-size", "2", *schedule, *left_out]
-    job = start([*torchrun(2), str(script), *flags], megatron_lm, {"EVENPIPE_CPU": "1"})
+    processes, more = (4, HIDES) if left_out == [HIDING] else (2, ())
+    flags = [*gpt_flags(2), "--pipeline-model-parallel-size", "2", *schedule, *more, *left_out]
+    job = start([*torchrun(processes), str(script), *flags], megatron_lm, {"EVENPIPE_CPU": "1"})
     try:
         output, _ = job.communicate(timeout=300)
     finally:
@@ -107,6 +115,8 @@ def test_a_rank_that_was_started_differently_is_named_before_anybody_waits_for_i
     if "--bf16" in left_out:
         assert "--group-size 1 instead of 2" in line
         assert "--bf16 False instead of True" in line
+    if HIDING in left_out:
+        assert f"{HIDING} False instead of True" in line
     assert job.returncode != 0
 
 

@@ -1,7 +1,7 @@
 """Transformer Engine's layers leave their weights' gradients for a second half if a setting says so as they are made.
 
-Megatron's own check takes `--delay-wgrad-compute` with `--overlap-moe-expert-parallel-comm` only, whose combined
-forwards and backwards are no schedule of ours; so the setting is made after it.
+Megatron's own check takes `--delay-wgrad-compute` with `--overlap-moe-expert-parallel-comm` only, under which our
+backwards are whole; so the setting is made after it.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ _COMPARED: Final = (
     *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "micro_batch_size"),
     *("global_batch_size", "seq_length", "hidden_size", "num_layers", "num_layers_per_virtual_pipeline_stage"),
     *("num_virtual_stages_per_pipeline_rank", "expert_model_parallel_size", "sequence_parallel", "bf16", "fp16"),
+    "overlap_moe_expert_parallel_comm",  # then an order has one forward more ahead
 )
 
 
