@@ -19,12 +19,27 @@ SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 SIZES = ("--stages", "2", "--micro-batches", "4")
 GPT = ("--model", "gpt3-13b", "--cluster", "1x8-a100-80gb", "--global-batch-size", "32")
 TRAIN = ("--layers", "2", "--hidden", "16", "--heads", "2", "--seq-length", "16", "--iterations", "2")
+LINE = (
+    *("torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", "--num-layers", "8", "--hidden-size", "1024", "--bf16"),
+    *(
+        "--num-attention-heads",
+        "8",
+        "--seq-length",
+        "1024",
+        "--max-position-embeddings",
+        "1024",
+        "--vocab-size",
+        "50257",
+    ),
+    *("--micro-batch-size", "1", "--global-batch-size", "16", "--pipeline-model-parallel-size", "4"),
+)
 PRINTED = {
     "schedule": ("schedule", "--schedule", "1f1b", *SIZES),
     "simulation": ("simulate", "--schedule", "1f1b", *SIZES, "--one-queue"),
     "estimate": ("estimate", *GPT),
     "plan": ("plan", *GPT, "--stages", "2", "--schedule", "1f1b", "--top", "1"),
     "run": ("train", "--engine", "module", *SIZES, *TRAIN),
+    "fit": ("fit", "--cluster", "1x4-h100", "--keep", "t,p,c,e,b,v,optimizer,gradients,moments,placement", "--", *LINE),
     "patches": ("patches",),
     "doctor": ("doctor",),
 }
@@ -61,7 +76,8 @@ def test_there_are_no_others():
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_what_a_command_prints_is_described(name, capsys):
-    status = main([*PRINTED[name], "--json"])
+    command, *words = PRINTED[name]
+    status = main([command, "--json", *words])
     assert not status or name in ("doctor", "patches")  # whose status tells that something was found
     document = json.loads(capsys.readouterr().out)
     assert document["format"] == f"evenpipe.{name}/1"

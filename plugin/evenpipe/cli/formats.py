@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, NamedTuple, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 
+from evenpipe.cli.fit import Document as Fit
 from evenpipe.doctor import Verdict
 from evenpipe.partition.search.plan import Plan as Partition
 from evenpipe.planner.grouped import Candidate
@@ -233,6 +234,7 @@ FORMATS: Final[Mapping[str, type[BaseModel]]] = {
     "costs": RunCosts,
     "candidates": Candidates,
     "estimate": Estimate,
+    "fit": Fit,
     "plan": Plan,
     "partition": Partition,
     "run": Run,
