@@ -72,6 +72,13 @@ def test_the_text_has_stages_answers_and_flags(capsys: pytest.CaptureFixture[str
     )
 
 
+def test_a_slip_in_a_flag_and_another_number_of_processes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--keep", "t,p,c,b,schedule,recompute")
+    shown = fit(capsys, *few, flags=[*TINY, "--overlap-param-gathr"], start=["torchrun", "--nproc-per-node", "2"])
+    assert "--overlap-param-gathr (did you mean --overlap-param-gather?)" in shown
+    assert "the line starts 2 processes, but 1x4-h100 has 4 GPUs: change one of them" in shown
+
+
 def test_what_is_kept_stays(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, "--memory-gib", "24", "--keep", "t,p,c,v,b,schedule,gradients,moments,optimizer,allocator")
     changed = {word.split()[0] for one in found["answers"] for word in (*one["added"], *one["removed"])}
