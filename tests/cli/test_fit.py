@@ -123,7 +123,7 @@ def test_a_script_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("-- pretrain_gpt.py --num-layers x", "argument --num-layers: invalid int value: 'x'"),
         ("-- pretrain_gpt.py {} --micro-batch-size 3", "is no multiple of"),
         ("-- pretrain_gpt.py {} --hybrid-layer-pattern M*", "--hybrid-layer-pattern"),
-        ("--memory-gib 1 -- pretrain_gpt.py {}", "is smaller than pretrain_gpt.py"),
+        ("--memory-gib 1 -- pretrain_gpt.py {}", "is too small for pretrain_gpt.py"),
         ("--memory-gib 12 --keep t,p,c,b,recompute -- pretrain_gpt.py {}", "or keep less than"),
         ("--write run.sh -- pretrain_gpt.py {}", "--write: which launcher?"),
         ("--take least -- pretrain_gpt.py {}", "--take: says which answer --write writes"),

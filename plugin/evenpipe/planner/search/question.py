@@ -196,9 +196,9 @@ def nothing_fits(question: Question, allowed: int, nearest: float) -> str:
     model, cluster = question.model.name, question.cluster
     if allowed:
         have, need = cluster.device.memory_gib, nearest / _GIB
-        where = f"fullest GPU needs {need:.1f} GiB and has {have:.1f}: {need - have:.1f} too few"
+        least = f"its smallest run takes {need:.1f} GiB of the fullest GPU, which has {have:.1f}"
         return (
-            f"cluster={cluster.name}: is smaller than {model}: of its smallest run the {where}: take about "
+            f"cluster={cluster.name}: is too small for {model}: {least}, {need - have:.1f} too few: take about "
             f"{math.ceil(cluster.nodes * need / have)} such nodes, or GPUs with more memory"
         )
     any_depth = question.engine.uneven or question.stages is not None
