@@ -184,6 +184,7 @@ def _read(arguments: Namespace) -> _Read:
         raise UsageError(in_megatron(str(error))) from error
     if not any(word.partition("=")[0] in ("--vocab-size", "--padded-vocab-size") for word in line.flags):
         notes.append(f"no --vocab-size: taken for {_VOCABULARY:,} tokens")
+    notes.extend(found.ignored)
     if found.unread:
         names = " ".join(_unread(word.partition("=")[0]) for word in found.unread)
         notes.append(f"not read, so that what they change is not in these estimates: {names}")
@@ -272,10 +273,11 @@ def _of_evenpipe(line: Line, run: Run) -> tuple[tuple[str, ...], bool, list[str]
             setattr(given, name.replace("-", "_"), next((one for one in values if not one.startswith("--")), True))
     for refusal in refused_settings(given, False):
         return (), False, [f"without EvenPipe's schedules: {refusal.setting} {refusal.reason}"]
-    order = ("1f1b", "interleaved") if run.expert == 1 or not run.overlap_experts else ()
+    if run.overlap_experts:
+        return ("1f1b", "interleaved"), not any(refused_settings(given, True)), []
     halves = not any(refused_settings(given, False, True))
     vees = halves and not any(refused_in_a_v(given))
-    found = (*order, *["kfkb"], *["zb-h1"] * halves, *["v-half", "zbv"] * vees)
+    found = ("1f1b", "interleaved", "kfkb", *["zb-h1"] * halves, *["v-half", "zbv"] * vees)
     return found, not any(refused_settings(given, True)), []
 
 
