@@ -72,6 +72,27 @@ def test_the_text_has_stages_answers_and_flags(capsys: pytest.CaptureFixture[str
     )
 
 
+def test_a_slip_in_a_flag_and_another_number_of_processes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--keep", "t,p,c,b,schedule,recompute")
+    flags = [*TINY, "--overlap-param-gathr", "--fp8-recipe", "tensorwise"]
+    shown = fit(capsys, *few, flags=flags, start=["torchrun", "--nproc-per-node", "2"])
+    assert "--fp8-recipe: works only with --fp8-format; Megatron ignores it here" in shown
+    assert "--overlap-param-gathr (did you mean --overlap-param-gather?)" in shown
+    assert "the line starts 2 processes, but 1x4-h100 has 4 GPUs: change one of them" in shown
+
+
+def test_hidden_messages_of_experts_leave_out_schedules_that_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    experts = "--num-experts 8 --expert-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    experts += " --pipeline-model-parallel-size 2 --micro-batch-size 1 --overlap-moe-expert-parallel-comm"
+    flags = [*TINY, *shlex.split(experts)]
+    kept = "t,p,c,e,b,v,recompute,optimizer,gradients,moments,allocator"
+    with pytest.raises(SystemExit):
+        fit(capsys, "--memory-gib", "12", "--keep", kept, flags=flags)
+    told = capsys.readouterr().err
+    assert "keep less" in told
+    assert "zb-h1" not in told, "it has no order for that, and nobody asked for it"
+
+
 def test_what_is_kept_stays(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, "--memory-gib", "24", "--keep", "t,p,c,v,b,schedule,gradients,moments,optimizer,allocator")
     changed = {word.split()[0] for one in found["answers"] for word in (*one["added"], *one["removed"])}
@@ -116,7 +137,7 @@ def test_a_script_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("-- pretrain_gpt.py --num-layers x", "argument --num-layers: invalid int value: 'x'"),
         ("-- pretrain_gpt.py {} --micro-batch-size 3", "is no multiple of"),
         ("-- pretrain_gpt.py {} --hybrid-layer-pattern M*", "--hybrid-layer-pattern"),
-        ("--memory-gib 1 -- pretrain_gpt.py {}", "is smaller than pretrain_gpt.py"),
+        ("--memory-gib 1 -- pretrain_gpt.py {}", "is too small for pretrain_gpt.py"),
         ("--memory-gib 12 --keep t,p,c,b,recompute -- pretrain_gpt.py {}", "or keep less than"),
         ("--write run.sh -- pretrain_gpt.py {}", "--write: which launcher?"),
         ("--take least -- pretrain_gpt.py {}", "--take: says which answer --write writes"),

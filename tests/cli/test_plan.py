@@ -86,7 +86,7 @@ def test_the_older_name_of_schedule_is_taken_and_not_shown(capsys: pytest.Captur
         (["--framework", "deepsped"], "--framework deepsped: unknown among frameworks, did you mean deepspeed?"),
         (["--schedule", "1f1b,v-haf"], "--schedule v-haf: unknown schedule"),
         (["--framework", "deepspeed", "--schedule", "v-half"], "--schedule v-half: DeepSpeed does not run it ("),
-        (["--model", "gpt3-175b"], "--cluster 1x8-a100-80gb: is smaller than gpt3-175b"),
+        (["--model", "gpt3-175b"], "--cluster 1x8-a100-80gb: is too small for gpt3-175b"),
         (["--cluster", "1024x8-a100-80gb", "--global-batch-size", "2"], "--global-batch-size 2: nothing reaches it"),
         (["--cluster", "1x8-v100-32gb", "--precision", "bf16"], "--precision bf16: v100-32gb computes fp32, fp16"),
         (["--tensor-parallel", "3"], "--tensor-parallel 3: none of what divides"),

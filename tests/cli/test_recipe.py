@@ -196,7 +196,7 @@ REFUSED = {
     "a plan that is none": (["gpt", *SMALL[:4], *MEGATRON, "--plan", "/none"], "--plan /none: cannot be read"),
     "nothing that fits": (
         ["gpt", "--model", "gpt3-175b", "--cluster", "1x8-v100-16gb", "--global-batch-size", 8, *MEGATRON],
-        "is smaller than gpt3-175b",
+        "is too small for gpt3-175b",
     ),
     "no kind": ([*SMALL, *FEW, *MEGATRON], "gpt or bert"),
     "no framework": (["gpt", *SMALL, *FEW, "--launcher", "torchrun"], "missing --framework"),

@@ -232,7 +232,7 @@ def test_experts_messages_are_hidden_by_orders_that_can_and_hold_a_unit_more() -
             ),
             "stages=8: gpt3-134b's 84 layers do not divide by so many, and megatron-v3 has even stages only",
         ),
-        (replace(SMALL, model=model("gpt3-175b")), "cluster=1x8-a100-80gb: is smaller than gpt3-175b: of its smallest"),
+        (replace(SMALL, model=model("gpt3-175b")), "cluster=1x8-a100-80gb: is too small for gpt3-175b: its smallest"),
         (
             replace(SMALL, cluster=cluster("128x8-a100-80gb"), samples=2),
             "global_batch_size=2: nothing reaches it: a run",

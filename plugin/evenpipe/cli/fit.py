@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from argparse import REMAINDER, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -18,7 +20,7 @@ from evenpipe.cli.plan import engine_of
 from evenpipe.cli.run_estimate import expandable, in_megatron, smallest_cluster
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import gibibytes
-from evenpipe.planner.arguments import FlagError
+from evenpipe.planner.arguments import FlagError, known_flags
 from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, framework
 from evenpipe.planner.fit.answers import Answers, Asked, answers, by_evenpipe
 from evenpipe.planner.fit.moves import NARROWER, SHORT, Aspect, changed, modules_of
@@ -49,6 +51,8 @@ _TITLES: Final = {
 #: Aspects whose changes leave every bit of losses and weights as it was.
 _SAME_BITS: Final = frozenset(("allocator", "overlap", "recompute", "schedule"))
 _GIB: Final = 2**30
+#: Similarity of a flag and what it is a slip of: a letter or two differ.
+_SLIP: Final = 0.94
 
 
 class Changed(BaseModel):
@@ -180,10 +184,17 @@ def _read(arguments: Namespace) -> _Read:
         raise UsageError(in_megatron(str(error))) from error
     if not any(word.partition("=")[0] in ("--vocab-size", "--padded-vocab-size") for word in line.flags):
         notes.append(f"no --vocab-size: taken for {_VOCABULARY:,} tokens")
+    notes.extend(found.ignored)
     if found.unread:
-        names = " ".join(word.partition("=")[0] for word in found.unread)
+        names = " ".join(_unread(word.partition("=")[0]) for word in found.unread)
         notes.append(f"not read, so that what they change is not in these estimates: {names}")
     return _Read(line, found, nodes, notes)
+
+
+def _unread(flag: str) -> str:
+    """Return the flag, with a known one that differs by a slip only."""
+    close = get_close_matches(flag, known_flags(), n=1, cutoff=_SLIP)
+    return f"{flag} (did you mean {close[0]}?)" if close else flag
 
 
 def _cluster(arguments: Namespace, line: Line) -> tuple[Cluster, list[str]]:
@@ -197,20 +208,31 @@ def _cluster(arguments: Namespace, line: Line) -> tuple[Cluster, list[str]]:
             and ".yaml" not in (arguments.cluster or "")
         ):
             name = arguments.cluster or _CLUSTER
-            sizes = [
-                _option(line.before, *names) for names in (("--nnodes",), ("--nproc-per-node", "--nproc_per_node"))
-            ]
-            if all(size.isdecimal() and int(size) for size in sizes):
+            sizes = _sizes(line)
+            if sizes:
                 named = cluster(f"{sizes[0]}x{sizes[1]}-{name}")
             else:
                 named = cluster(smallest_cluster(name, named.gpus_per_node, line.flags))
                 notes.append(f"as few GPUs as the flags need: name --cluster {named.name}, or another size")
     except DescriptionError as error:
         raise UsageError(f"--cluster {error}") from error
+    started = _started(line)
+    if started and started != named.gpus:
+        notes.append(f"the line starts {started} processes, but {named.name} has {named.gpus} GPUs: change one of them")
     if arguments.memory_gib is not None:
         device = named.device.model_copy(update={"memory_gib": arguments.memory_gib})
         named = named.model_copy(update={"device": device})
     return named, notes
+
+
+def _sizes(line: Line) -> list[str]:
+    """Return how many nodes and processes a node the launcher starts; nothing if it does not say so in numbers."""
+    sizes = [_option(line.before, *names) for names in (("--nnodes",), ("--nproc-per-node", "--nproc_per_node"))]
+    return sizes if all(size.isdecimal() and int(size) for size in sizes) else []
+
+
+def _started(line: Line) -> int:
+    return math.prod(map(int, _sizes(line) or ["0"]))
 
 
 def _option(words: Sequence[str], *names: str) -> str:
@@ -251,10 +273,11 @@ def _of_evenpipe(line: Line, run: Run) -> tuple[tuple[str, ...], bool, list[str]
             setattr(given, name.replace("-", "_"), next((one for one in values if not one.startswith("--")), True))
     for refusal in refused_settings(given, False):
         return (), False, [f"without EvenPipe's schedules: {refusal.setting} {refusal.reason}"]
-    order = ("1f1b", "interleaved") if run.expert == 1 or not run.overlap_experts else ()
+    if run.overlap_experts:
+        return ("1f1b", "interleaved"), not any(refused_settings(given, True)), []
     halves = not any(refused_settings(given, False, True))
     vees = halves and not any(refused_in_a_v(given))
-    found = (*order, *["kfkb"], *["zb-h1"] * halves, *["v-half", "zbv"] * vees)
+    found = ("1f1b", "interleaved", "kfkb", *["zb-h1"] * halves, *["v-half", "zbv"] * vees)
     return found, not any(refused_settings(given, True)), []
 
 
@@ -333,7 +356,9 @@ def _print(found: Answers, shown: Sequence[Changed], notes: Sequence[str]) -> No
             _row(number, title, one.memory_gib, one.tokens_per_second_per_gpu, one.iteration_ms, sure, one.loss)
         )
     heads = ("", "", "GiB", "tokens/s/GPU", "ms", "interval", "loss")
-    print_table(console, heads, rows, "GiB: of the fullest stage; interval: of the time", optional=("interval",))
+    print_table(
+        console, heads, rows, "GiB: of the fullest stage; ms, interval: of an iteration", optional=("interval",)
+    )
     for number, one in enumerate(shown, 1):
         console.print(f"{number}", style="bold")
         for sign, words in (("-", one.removed), ("+", one.added)):

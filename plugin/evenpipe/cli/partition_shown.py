@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
+from evenpipe.cli.run_estimate import in_megatron
 from evenpipe.cli.shown import print_table
 from evenpipe.partition.dawnpiper.balance import Balance
 from evenpipe.partition.dawnpiper.problem import Problem
@@ -52,6 +53,11 @@ def print_plan(console: Console, plan: Plan) -> None:
     print_table(console, columns, rows, caption, optional=("extra", "before"))
 
 
+def _whole(ms: float) -> str:
+    """Return milliseconds with four digits at least, and never as a power of ten."""
+    return f"{ms:,.0f}" if ms >= 1000 else f"{ms:.4g}"
+
+
 def print_check(console: Console, found: CheckedLayout) -> None:
     """Print a row for each stage, under a layout that is checked and under the best, and what is wrong."""
     each, best = found.estimate.stages, found.best_estimate.stages
@@ -67,12 +73,13 @@ def print_check(console: Console, found: CheckedLayout) -> None:
         for number, pair in enumerate(zip(each, best, strict=True))
     ]
     caption = (
-        f"slowest: stage {found.slowest}; an iteration {found.estimate.iteration_ms:,.4g} ms, by the best layout "
-        f"{found.best_estimate.iteration_ms:,.4g} ms"
+        f"slowest: stage {found.slowest}; an iteration {_whole(found.estimate.iteration_ms)} ms, by the best layout "
+        f"{_whole(found.best_estimate.iteration_ms)} ms"
     )
     print_table(console, ("stage", "ms", "peak GiB", "best: ms", "peak GiB"), rows, caption)
     console.print(f"best: '{found.best}'", soft_wrap=True)
-    console.print(found.problem or f"fits, {max(0.0, found.slower):.1%} slower than the best", soft_wrap=True)
+    problem = in_megatron(found.problem) if found.problem else ""
+    console.print(problem or f"fits, {max(0.0, found.slower):.1%} slower than the best", soft_wrap=True)
 
 
 def print_front(console: Console, plan: Plan) -> None:

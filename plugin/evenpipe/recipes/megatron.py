@@ -267,12 +267,16 @@ def kinds_of(layout: str, layers: int, stages: int) -> list[list[str]]:
 
 
 class Described(NamedTuple):
-    """``unread``: flags that only Megatron's own parser can judge. ``run``: of the given number of GPUs."""
+    """``unread``: flags that only Megatron's own parser can judge. ``run``: of the given number of GPUs.
+
+    ``ignored``: a line for each flag without effect.
+    """
 
     model: Model
     run: Run
     settings: EvenPipeConfig
     unread: list[str]
+    ignored: Sequence[str] = ()
 
 
 def described_by(
@@ -295,8 +299,8 @@ def described_by(
         pipelined = Pipelined(settings.schedule or "1f1b", settings.bpipe, group)
     run = run_of(args, pipelined, layout, expandable)
     names = {word.removeprefix("--").partition("=")[0] for word in left if word.startswith("--")}
-    without_effect(Given(names, Values(args), of, run))
-    return Described(of, run, settings, [word for word in unread if word.startswith("--")])
+    ignored = without_effect(Given(names, Values(args), of, run))
+    return Described(of, run, settings, [word for word in unread if word.startswith("--")], ignored)
 
 
 def settings_of(flags: Sequence[str]) -> tuple[EvenPipeConfig, list[str]]:

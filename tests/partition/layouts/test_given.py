@@ -98,3 +98,12 @@ def test_the_command_ends_with_1_where_it_is_no_good(capsys: pytest.CaptureFixtu
     assert main([*words, "Ettttttt|ttttt|t|tL", "--", *DENSE]) == 1
     found = json.loads(capsys.readouterr().out)
     assert "slower than" in found["problem"]
+
+
+def test_the_text_has_plain_numbers_and_megatron_s_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*DENSE, "--num-layers", "56", "--global-batch-size", "256", "--micro-batch-size", "4"]
+    words = ["partition", "--megatron", "--cluster", "1x8-h100", "--check", "Et*14|t*14|t*14|t*14L"]
+    assert main([*words, "--", *flags]) == 1
+    shown = capsys.readouterr().out
+    assert "e+" not in shown
+    assert "give --recompute-granularity full" in shown

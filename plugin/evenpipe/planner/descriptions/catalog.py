@@ -116,7 +116,8 @@ def _found(room: str, name: str, asked: str | None = None) -> tuple[str, str, Ma
         if name in found:
             return file, name, found[name]
     near = nearest(name, names(room), _CLOSE)
-    raise DescriptionError(f"{asked or name}: unknown among {room}, {near}; or give a YAML file")
+    other = " Or" if near.endswith("?") else "; or"
+    raise DescriptionError(f"{asked or name}: unknown among {room}, {near}{other} give a YAML file")
 
 
 Entries = Mapping[str, Mapping[str, Any]]

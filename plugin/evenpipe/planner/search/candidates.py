@@ -119,7 +119,7 @@ def groups(question: Question) -> Iterator[Group]:
     Those are the most that ``question.samples`` has for each replica alike: all of them where d divides them (BPipe's
     B mod (mb × d) = 0), else less, since more is not safe.
     """
-    cluster, engine, number = question.cluster, question.engine, count()
+    cluster, number = question.cluster, count()
     divided, have = Divided(question.model, cluster), cluster.device.memory_gib * 2**30
     for t in question.tensors:
         base = question.base(t)
@@ -129,7 +129,7 @@ def groups(question: Question) -> Iterator[Group]:
             samples = question.samples // d
             if not samples:
                 continue
-            for (e, ways), scope in product(question.experts(d * c, t), engine.scopes):
+            for (e, ways), scope in product(question.experts(d * c, t), question.scopes):
                 for b in question.micro_batches(samples):
                     run = replace(
                         base,
@@ -329,7 +329,7 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
         if split and run.recompute == "full":  # slower than 1F1B that recomputes as much, or less, in that memory
             continue
         sharded = stream and max(run.tensor, run.expert) > 1 and not question.engine.delayed_sharded
-        allowed = not question.refused(way.spec) and not sharded
+        allowed = not question.refused(way.spec, run.stages) and not sharded
         if way.bpipe and not allowed:
             continue
         layout, parts = same.laid_out(way.where) if shape.nbytes <= have else (None, [])

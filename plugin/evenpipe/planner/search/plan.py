@@ -40,7 +40,7 @@ def _weighed(question: Question) -> Iterator[Family]:
     yield from (Family("schedule", name) for name in (*question.schedules, *alone))
     if question.bpipe:
         yield from (Family("bpipe", one) for one in ("with BPipe", "without BPipe"))
-    yield from (Family("recompute", f"recompute {scope}") for scope in question.engine.scopes)
+    yield from (Family("recompute", f"recompute {scope}") for scope in question.scopes)
     yield from (Family("placement", f"{one} in one node") for one in question.engine.placements)
     if question.engine.uneven:
         yield from (Family("layout", one) for one in ("even stages", "uneven stages"))
@@ -51,6 +51,8 @@ def _reason(question: Question, found: Found, family: Family, best: Planned) -> 
     if family.kind == "schedule" and family.value != "no pipeline":
         refused = question.refused(find(family.value))
     one = found.best.get(family)
+    if one is None and refused and question.asked.overlap_experts:  # no run of it was tried
+        return refused
     if one is None:
         return "; ".join([*([refused] if refused else []), _unfit(question, found, family)])
     faster = best.ms_to_loss / one.ms_to_loss - 1

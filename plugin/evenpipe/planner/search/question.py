@@ -77,14 +77,14 @@ class Question:
     micro_batch: int | None = None
     context: int | None = None
 
-    def refused(self, spec: Spec) -> str:
-        """Return why a plan may not have the schedule; empty where it may."""
+    def refused(self, spec: Spec, stages: int = 0) -> str:
+        """Return why a plan may not have the schedule, on so many stages if they are known; empty where it may."""
         if "times" in spec.needs:
             return "its order is made when times have been measured"
         lacking = self.engine.lacks(spec)
         if lacking:
             return f"{self.engine.called} does not run it ({lacking})"
-        if self.asked.overlap_experts and spec.overlapped is None:
+        if self.asked.overlap_experts and stages != 1 and not (spec.fused or spec.overlapped):
             return "has no order in which experts' messages are hidden"
         if "stream" in spec.needs and not self.delayed:
             return "gradients are a batch late, which --delayed allows"
@@ -149,6 +149,11 @@ class Question:
         found = [p for p in divisors(self.cluster.gpus // (tensor * context)) if p <= self.model.layers]
         return [p for p in found if self.stages in (None, p)]
 
+    @property
+    def scopes(self) -> tuple[Recompute, ...]:
+        """Return what may be recomputed: Megatron hides no messages of experts in layers that are recomputed whole."""
+        return tuple(one for one in self.engine.scopes if one != "full" or not self.asked.overlap_experts)
+
     def divisions(self, tensor: int) -> list[tuple[int, int]]:
         """(c, p) beside t."""
         return [(c, p) for c in self.contexts(tensor) for p in self.depths(tensor, c)]
@@ -174,6 +179,8 @@ class Question:
         if self.model.experts is None:
             return [(1, tensor)]
         counts = divisors(self.model.experts.count)
+        if self.asked.overlap_experts:  # Megatron hides messages of experts that are shared out only
+            counts = [e for e in counts if e > 1]
         found = [(e, ways) for ways in sorted({1, tensor}) for e in counts if replicas * tensor % (e * ways) == 0]
         return [(e, ways) for e, ways in found if ways == tensor or e % tensor == 0]
 
@@ -189,9 +196,9 @@ def nothing_fits(question: Question, allowed: int, nearest: float) -> str:
     model, cluster = question.model.name, question.cluster
     if allowed:
         have, need = cluster.device.memory_gib, nearest / _GIB
-        where = f"fullest GPU needs {need:.1f} GiB and has {have:.1f}: {need - have:.1f} too few"
+        least = f"its smallest run takes {need:.1f} GiB of the fullest GPU, which has {have:.1f}"
         return (
-            f"cluster={cluster.name}: is smaller than {model}: of its smallest run the {where}: take about "
+            f"cluster={cluster.name}: is too small for {model}: {least}, {need - have:.1f} too few: take about "
             f"{math.ceil(cluster.nodes * need / have)} such nodes, or GPUs with more memory"
         )
     any_depth = question.engine.uneven or question.stages is not None
