@@ -57,6 +57,7 @@ OURS: Final = {
     "runtime/heartbeat.py": ("_life",),
     "runtime/store.py": ("counter", "recording", "saved"),
     "torch/two_bw.py": ("pipeline",),
+    "train/muon.py": ("optimizer",),
     "torch/hf/plans.py": ("config",),
     "torch/hf/trainer.py": ("pipeline",),
     "train/plain.py": ("pipeline",),

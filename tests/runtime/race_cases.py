@@ -62,7 +62,9 @@ class Swapping(SteppedModule):
 
 
 def of_executor(case: dict[str, Any], rank: int) -> Any:
-    found = executor_cases.carry_out({"slow": [], "ms": 0.0, "measure": [True], "rows": [8], **case}, rank)
+    found = executor_cases.carry_out(
+        {"slow": [], "ms": 0.0, "measure": [True], "rows": [8], "fused": False, **case}, rank
+    )
     return [{key: batch[key] for key in ("losses", "gradients", "remarks")} for batch in found["batches"]]
 
 

@@ -287,6 +287,7 @@ _CALLED: Final[Mapping[str, Changes]] = {
     **members(_PLAIN, ("get_grad_stats_parallel_group", "get_parameters"), "(self)"),
     **members(_PLAIN, ("param_groups", "config")),
     **members(_CHAINED, ("chained_optimizers", "is_stub_optimizer")),
+    "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params": {"0.16": "(self)"},
     **members(f"{_OPTIMIZER}:FP32Optimizer", ("prepare_grads", "step_with_ready_grads"), "(self)"),
     **members(f"{_OPTIMIZER}:MixedPrecisionOptimizer", ("prepare_grads", "step_with_ready_grads"), "(self)"),
     f"{_OPTIMIZER}:MixedPrecisionOptimizer.grad_scaler": PRESENT,
