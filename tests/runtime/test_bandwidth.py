@@ -90,6 +90,13 @@ def test_many_stages_are_not_all_listed() -> None:
     assert "(stages 0-63, 1-62, 2-61, 3-60 and 27 more)" in warning
 
 
+def test_bad_input_is_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^forward time is 0 ms: give the time"):
+        required_gbps(1e9, 0)
+    with pytest.raises(ValueError, match=r"^recompute scope 'attention' is unknown: choose none, selective or full$"):
+        transfer_bytes(GPT3_96B, 8, 4, 2, "attention", sequence_parallel=True)  # type: ignore[arg-type]
+
+
 EVICTIONS = (4, 0, 0, 0)
 
 

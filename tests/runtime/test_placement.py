@@ -197,6 +197,22 @@ def test_apply_changes_rank_and_nothing_else() -> None:
     assert environ == launched(rank=14, local_rank=2)
 
 
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({}, "RANK is not set: start the processes with torchrun"),
+        (launched(3, 3, world=8), "WORLD_SIZE is 8 but the placement is for .* = 16 processes: start that many"),
+        (launched(3, 3, per_node=4), "LOCAL_WORLD_SIZE is 4 .* place for 4 GPUs per node"),
+        (launched(14, 2), "RANK 14 with LOCAL_RANK 2 does not count slots node by node"),
+    ],
+)
+def test_apply_refuses_a_launch_that_it_does_not_describe(environ: dict[str, str], message: str) -> None:
+    before = dict(environ)
+    with pytest.raises(ValueError, match=message):
+        place(4, 2, 2, 8).apply(environ)
+    assert environ == before
+
+
 # Real process groups: eight gloo processes on pretended nodes of four GPUs.
 
 Seen = dict[str, Any]

@@ -68,11 +68,16 @@ def transfer_bytes(
     p stages, t tensor-parallel. With L, H, h, l of ``shape``, and with sequence parallelism:
     none: Llbh/(pt) * (34 + 5Hl/h) (Eq. 4); selective: 34 Llbh/(pt) (Eq. 5); full: 2 Llbh/(pt).
     Without it, 34/t is 10 + 24/t (Korthikanti et al., 2022, Eq. 2), and full is 2 Llbh/p (Eq. 6).
+
+    Raises:
+        ValueError: an unknown recompute scope.
     """
     llbh = shape.layers * shape.sequence_length * b * shape.hidden
     shared = t if sequence_parallel else 1
     if recompute == "full":
         return 2 * llbh / (p * shared)
+    if recompute not in ("none", "selective"):
+        raise ValueError(f"recompute scope {recompute!r} is unknown: choose none, selective or full")
     attention = 5 * shape.heads * shape.sequence_length / shape.hidden if recompute == "none" else 0
     return llbh / p * (10 / shared + (24 + attention) / t)
 
@@ -87,7 +92,13 @@ def forward_flops(shape: ModelShape, p: int, t: int, b: float) -> float:
 
 
 def required_gbps(nbytes: float, forward_ms: float) -> float:
-    """Return the GB/s (10^9 bytes/s) that ``nbytes`` need to stay hidden behind one forward (Eq. 7-9)."""
+    """Return the GB/s (10^9 bytes/s) that a transfer of ``nbytes`` needs to stay hidden behind one forward (Eq. 7-9).
+
+    Raises:
+        ValueError: a forward time that is not positive.
+    """
+    if forward_ms <= 0:
+        raise ValueError(f"forward time is {forward_ms} ms: give the time of one micro-batch's forward")
     return nbytes / (forward_ms / 1e3) / 1e9
 
 

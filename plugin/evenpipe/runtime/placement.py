@@ -41,11 +41,35 @@ class Placement:
     def apply(self, environ: MutableMapping[str, str]) -> int:
         """Replace RANK, so far this process's slot, by the rank of the coordinate placed there; return the new rank.
 
-        To be called once, before ``init_process_group``, with the environment that the launcher made (``os.environ``)
-        and that :meth:`Launch.counts_node_by_node`. LOCAL_RANK stays, so it keeps naming the device. Slot 0 keeps
-        rank 0, so MASTER_ADDR stays right.
+        To be called once, before ``init_process_group``, with the environment that the launcher made (``os.environ``).
+        LOCAL_RANK stays, so it keeps naming the device. Slot 0 keeps rank 0, so MASTER_ADDR stays right.
+
+        Raises:
+            ValueError: the launcher's variables are missing or describe other nodes than this placement.
         """
-        rank = self.rank_of_slot(int(environ["RANK"]))
+        try:
+            slot, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        except KeyError as missing:
+            raise ValueError(f"{missing.args[0]} is not set: start the processes with torchrun to place them") from None
+        if world != len(self.slots):
+            raise ValueError(
+                f"WORLD_SIZE is {world} but the placement is for {self.p} stages x {self.t} tensor-parallel x {self.d} "
+                f"data-parallel = {len(self.slots)} processes: start that many"
+            )
+        per_node = min(self.gpus_per_node, world)
+        local_world = int(environ.get("LOCAL_WORLD_SIZE", per_node))
+        if local_world != per_node:
+            raise ValueError(
+                f"LOCAL_WORLD_SIZE is {local_world} but the placement is for {per_node} processes on each node: "
+                f"start {per_node} on each, or place for {local_world} GPUs per node"
+            )
+        local = int(environ.get("LOCAL_RANK", slot % per_node))
+        if local != slot % per_node:
+            raise ValueError(
+                f"RANK {slot} with LOCAL_RANK {local} does not count slots node by node ({per_node} on each): "
+                "apply the placement once, to the launcher's own RANK"
+            )
+        rank = self.rank_of_slot(slot)
         environ["RANK"] = str(rank)
         return rank
 
