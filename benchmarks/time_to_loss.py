@@ -1,4 +1,4 @@
-"""What a batch's delay costs until a loss is reached, by optimizer and by correction of the delay.
+"""Compare 1F1B with 2BW by the time to a loss, for each optimizer and correction of the delay.
 
 Measured: the loss on held-out text of a small GPT in one process, by the rule of each run: flushes (no delay), 2BW, and
 2BW with each correction; tests compare these rules with pipelines, bit for bit. Every run has the same samples; the

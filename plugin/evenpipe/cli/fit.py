@@ -74,7 +74,7 @@ class Changed(BaseModel):
 
 
 class Document(BaseModel):
-    """What ``--json`` prints. now: the document ``evenpipe.estimate/1`` of the run as it is."""
+    """The document of ``--json``. now: an ``evenpipe.estimate/1`` of the run as it is."""
 
     format: Literal["evenpipe.fit/1"] = "evenpipe.fit/1"
     now: dict[str, Any]
@@ -124,7 +124,7 @@ def _kept(text: str) -> frozenset[Aspect]:
 
 
 class _Read(NamedTuple):
-    """What a line says, where it is run, and notes of what is taken for granted."""
+    """A line that was read, its run and cluster, and notes of what was assumed."""
 
     line: Line
     found: Described

@@ -47,7 +47,7 @@ _Stage = _object(StageMeasurement, stage=int, predicted_peak_bytes=int)
 
 
 class Schedule(_Document):
-    """What every stage does, in order; peak_live: units × chunks; recomputed: parts of the model."""
+    """The actions of each stage, in order; peak_live: units × chunks; recomputed: parts of the model."""
 
     format: Literal["evenpipe.schedule/1"]
     name: str
@@ -140,7 +140,7 @@ class Run(_Document):
 
 
 class Finding(_Document):
-    """What a check of the doctor found, on which ranks."""
+    """A finding of the doctor, and its ranks."""
 
     check: str
     verdict: Literal[tuple(one.value for one in Verdict)]
@@ -172,7 +172,7 @@ class Doctor(_Document):
 
 
 class Symbol(_Document):
-    """What a feature needs of a framework: patch is its name where it is replaced; series: those that have it."""
+    """A symbol of a framework that a feature needs; patch: its name where it is replaced; series: its releases."""
 
     needed_for: Literal[tuple(one.value for one in Purpose)]
     set: str

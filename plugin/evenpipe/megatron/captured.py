@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from evenpipe.megatron.unsupported import Refusal
+from evenpipe.megatron.unsupported import Refusal, overlaps
 from evenpipe.schedule import COMPUTE, Action, Schedule, Unit
 from evenpipe.schedule.spec import alternate
 
@@ -47,7 +47,7 @@ def refused_capture(settings: Any, schedule: Callable[[], Schedule]) -> Refusal 
     if (setting := captures(settings)) is None:
         return None
     named = setting, "" if setting == "external_cuda_graph" else settings.cuda_graph_impl
-    if getattr(settings, "overlap_moe_expert_parallel_comm", False):
+    if overlaps(settings):
         return Refusal(
             *named,
             "with --overlap-moe-expert-parallel-comm captures layers of a forward and of a backward in turn, where "

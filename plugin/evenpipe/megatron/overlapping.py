@@ -49,11 +49,11 @@ class OverlappingStage(MegatronStage):
         return self._combined(unit, _Pass(unit, inputs), _Pass(other, gradients))
 
     def _combined(
-        self, leading: Unit, forward: _Pass | None, backward: _Pass | None
+        self, located: Unit, forward: _Pass | None, backward: _Pass | None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs of the forward, and the gradients of the backward's inputs.
 
-        `leading` is the unit whose part of the model is asked where it is: a backward's does not ask.
+        `located` is the unit whose part of the model asks where it is: of a pair the forward's.
         """
         batch = self._batch
         given: list[Tensor | None] = [None]
@@ -69,7 +69,7 @@ class OverlappingStage(MegatronStage):
             taken, results = self._inputs.pop(backward.unit), self._outputs.pop(backward.unit)
             upstream = [None] * len(results) if backward.sent is None else list(backward.sent)
             other = batch.model[backward.unit.chunk]
-        with self._part(leading.chunk):
+        with self._part(located.chunk):
             outputs, tokens, found = combined_forward_backward_step(
                 batch.forward_step_func,
                 iterator,

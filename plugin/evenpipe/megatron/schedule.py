@@ -22,7 +22,7 @@ from evenpipe.megatron.recomputing import obstacle
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.stage import Batch, ForwardStage, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
-from evenpipe.megatron.unsupported import refuse_unsupported
+from evenpipe.megatron.unsupported import overlaps, refuse_unsupported
 from evenpipe.megatron.vee import check_model, sent_to_the_last
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
@@ -359,11 +359,6 @@ class PipelineSchedule:
                 )
         self.executor.measure = self.measure
         return self.executor
-
-
-def overlaps(config: Any) -> bool:
-    """Return whether forwards and backwards are computed together (`--overlap-moe-expert-parallel-comm`)."""
-    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
 def _synchronises(config: Any) -> bool:

@@ -12,6 +12,7 @@ from evenpipe.upstream.saved_leaves import keeps_identity
 
 __all__ = [
     "Refusal",
+    "overlaps",
     "packs",
     "refuse_unsupported",
     "refused_arguments",
@@ -234,6 +235,11 @@ def refused_with_tuning(args: Any) -> Iterator[Refusal]:
 def refused_with_search(args: Any) -> Iterator[Refusal]:
     """Return a refusal for each of Megatron's arguments that does not go together with a searched schedule."""
     return _given(args, _WITH_SEARCH, "leave it out, or use another schedule")
+
+
+def overlaps(settings: Any) -> bool:
+    """Return whether forwards and backwards are computed together (`--overlap-moe-expert-parallel-comm`)."""
+    return bool(getattr(settings, "overlap_moe_expert_parallel_comm", False))
 
 
 def packs(args: Any) -> bool:

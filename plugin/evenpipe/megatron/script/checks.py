@@ -14,6 +14,7 @@ from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
 from evenpipe.megatron.unsupported import (
     Refusal,
+    overlaps,
     refused_arguments,
     refused_in_a_v,
     refused_settings,
@@ -97,7 +98,7 @@ def spec_of(config: EvenPipeConfig, args: Namespace) -> Spec:
 
     Raises ScheduleError where it cannot compute forwards and backwards together, as they ask for.
     """
-    if not getattr(args, "overlap_moe_expert_parallel_comm", False):
+    if not overlaps(args):
         return config.spec
     return overlapping(config.spec, args.virtual_pipeline_model_parallel_size or 1)
 

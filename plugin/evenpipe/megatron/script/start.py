@@ -16,6 +16,7 @@ from evenpipe.megatron.script.checks import check, spec_of, warnings
 from evenpipe.megatron.script.flags import ArgumentError, config_from
 from evenpipe.megatron.script.partition import layer_kinds, planned
 from evenpipe.megatron.symbols import OVERLAPPING
+from evenpipe.megatron.unsupported import overlaps
 from evenpipe.runtime.meeting import NotMet, meeting_of
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import flag
@@ -112,7 +113,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
     needs = spec_of(config, args).needed(args.virtual_pipeline_model_parallel_size or 1)
     if "split" in needs:
         more = [*more, delayed_gradients()]
-    if getattr(args, "overlap_moe_expert_parallel_comm", False):
+    if overlaps(args):
         more = [*more, PatchSet("combined steps", [], OVERLAPPING)]
     if "vee" in needs:
         from evenpipe.megatron.script.chunks import chunks_in_a_vee
