@@ -11,6 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from evenpipe.runtime.memory import ALIGNMENT, MemoryCounter, Slot, SlotPool, aligned_bytes
 
 
+def test_a_peak_is_of_the_sum_not_the_sum_of_peaks() -> None:
+    counter = MemoryCounter()
+    counter.add_own(100)
+    counter.note_peak()
+    counter.add_own(-90)
+    counter.add_accepted(50)
+    assert counter == MemoryCounter(10, 50, 0, 0, peak_bytes=100, peak_units=0, evicted_bytes=0)
+
+
 def test_what_is_saved_and_dropped_before_a_forward_ends_is_no_peak() -> None:
     counter = MemoryCounter()
     counter.add_own(100)
@@ -77,6 +86,10 @@ def test_parts_have_the_sizes_asked_for_are_aligned_and_do_not_overlap(sizes: li
     assert all((part.data_ptr() - slot.buffer.data_ptr()) % ALIGNMENT == 0 for part in parts if part.numel())
     again = slot.parts(sizes)
     assert [part.data_ptr() for part in again] == [part.data_ptr() for part in parts]
+
+
+def test_parts_are_padded_to_the_alignment() -> None:
+    assert aligned_bytes([1, 64, 65, 0, 7]) == 64 + 64 + 128 + 0 + 64
 
 
 def test_steady_state_calls_no_allocator() -> None:
