@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import math
 import warnings
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -37,7 +38,7 @@ from harness import Benchmark, Tick, prepare_to_fork, progress_bar, run_in_proce
 from peer_engines import deepspeed_engine, evenpipe_engine, megatron_engine, torch_engine
 from peer_engines.engine import Bench, Peer, Ran
 from peer_engines.part import MIB, Live, Setting
-from peer_engines.picture import draw
+from peer_engines.picture import case_of, draw, uneven
 from rich.console import Group
 from rich.table import Table
 from sleeping_stages import follow_waits
@@ -50,7 +51,7 @@ PEERS: Final[tuple[Peer, ...]] = (
     *deepspeed_engine.PEERS,
     *evenpipe_engine.PEERS,
 )
-CASES: Final = ("4x4", "4x8", "4x16", "8x8", "8x16", "8x32")
+CASES: Final = ("4x4", "4x8", "4x16", "8x8", "8x16", "8x32", "8x16,uneven")
 # Long enough for every process to have left the broadcast of the start.
 _START_DELAY_MS: Final = 20.0
 _ONE_F_ONE_B: Final = "EvenPipe: 1F1B"
@@ -110,6 +111,8 @@ def _turn(one: Ran, bench: Bench) -> tuple[float, int]:
 def entry(setting: Setting, found: dict[str, Any]) -> list[dict[str, Any]]:
     """Of a case: a row for each peer."""
     shape = {"stages": setting.stages, "micro_batches": setting.micro_batches}
+    if setting.uneven:
+        shape["uneven"] = True
     rows = []
     for peer in PEERS:
         if peer.name in found:
@@ -145,11 +148,11 @@ def findings(rows: list[dict[str, Any]]) -> list[str]:
             f"least memory, {least:.1f} MiB, with ≥ 0.99 of 1F1B's throughput: {smallest}",
             f"1F1B + BPipe: {bpipe['mib']:.1f} MiB with {compared:.3f} of 1F1B's throughput",
         ]
-    stages, micro_batches = rows[0]["stages"], rows[0]["micro_batches"]
+    stages, micro_batches, parts = rows[0]["stages"], rows[0]["micro_batches"], uneven(rows[0])
     if _STREAM in by_name and stages == micro_batches:
         verdict = "holds" if by_name[_STREAM]["of_limit"] >= _PROMISED else "does not hold"
         said.append(f"2BW at m = p: {_share(by_name[_STREAM])} of the limit; ≥ {_PROMISED}: {verdict}")
-    return [f"p={stages}, m={micro_batches}: {line}" for line in said]
+    return [f"p={stages}, m={micro_batches}{parts}: {line}" for line in said]
 
 
 def _share(row: dict[str, Any]) -> str:
@@ -160,13 +163,13 @@ def _share(row: dict[str, Any]) -> str:
 def table(results: list[dict[str, Any]]) -> Group:
     """The same for people."""
     shown = Table("p", "m", "", "ms", "of the limit", "worst stage, MiB", "on the front of")
-    cases = dict.fromkeys((row["stages"], row["micro_batches"]) for row in results)
     said = Table("found")
-    for case in cases:
-        rows = [row for row in results if (row["stages"], row["micro_batches"]) == case]
+    for (stages, micro_batches, _), group in groupby(results, key=case_of):
+        rows = list(group)
         for row in rows:
             shown.add_row(
-                *map(str, case),
+                str(stages),
+                f"{micro_batches}{uneven(row)}",
                 row["peer"],
                 f"{row['ms']:,.0f}",
                 _share(row),
@@ -179,11 +182,12 @@ def table(results: list[dict[str, Any]]) -> Group:
     return Group(shown, said)
 
 
-def _case(text: str) -> tuple[int, int]:
-    stages, _, micro_batches = text.partition("x")
-    if not (stages.isdigit() and micro_batches.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text}: is no case: give stages x micro-batches, such as 4x8")
-    return int(stages), int(micro_batches)
+def _case(text: str) -> tuple[int, int, bool]:
+    sizes, _, uneven = text.partition(",")
+    stages, _, micro_batches = sizes.partition("x")
+    if not (stages.isdigit() and micro_batches.isdigit() and uneven in ("", "uneven")):
+        raise argparse.ArgumentTypeError(f"{text}: is no case: give stages x micro-batches, such as 4x8 or 4x8,uneven")
+    return int(stages), int(micro_batches), bool(uneven)
 
 
 def main() -> None:
@@ -194,7 +198,7 @@ def main() -> None:
         type=_case,
         nargs="+",
         default=[_case(text) for text in CASES],
-        metavar="PxM",
+        metavar="PxM[,uneven]",
         help=f"(default {' '.join(CASES)})",
     )
     add("--only", nargs="+", metavar="TEXT", default=[""], help="peers whose names contain one of these (default: all)")
@@ -206,14 +210,17 @@ def main() -> None:
         benchmark.parser.error(f"--only {' '.join(arguments.only)}: no peer has such a name")
     prepare_to_fork()
     results = []
-    for stages, micro_batches in arguments.cases:
+    for stages, micro_batches, is_uneven in arguments.cases:
         each, saved = arguments.forward_ms, int(arguments.saved_mib * MIB)
-        setting = Setting(stages, micro_batches, each, each, each, saved)
-        names = [
-            peer.name
+        setting = Setting(stages, micro_batches, each, each, each, saved, is_uneven)
+        peers = [
+            peer
             for peer in PEERS
             if peer.why_not(setting) is None and any(text in peer.name for text in arguments.only)
         ]
+        for peer in peers:
+            peer.prepare(setting)
+        names = [peer.name for peer in peers]
         with progress_bar(
             f"{stages} stages, {micro_batches} micro-batches", len(names) * (arguments.repeats + 1)
         ) as tick:

@@ -47,13 +47,17 @@ class Ran(ABC):
 
 
 class Peer(NamedTuple):
-    """An engine's schedule. `why_not` says where there is none; `delayed`: its gradients are a batch late."""
+    """An engine's schedule. `why_not` says where there is none; `delayed`: its gradients are a batch late.
+
+    `prepare` is called once for a setting, before there are processes.
+    """
 
     engine: str
     schedule: str
     make: Callable[[Bench], Ran]
     why_not: Callable[[Setting], str | None] = lambda setting: None
     delayed: bool = False
+    prepare: Callable[[Setting], object] = lambda setting: None
 
     @property
     def name(self) -> str:

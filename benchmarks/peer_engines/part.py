@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from emulation import Accelerator
 from torch import Tensor, nn
+
+from evenpipe.runtime.weight_gradients import MARK
 
 __all__ = ["BOUNDARY", "MIB", "Live", "Part", "Setting", "boundary"]
 
@@ -19,6 +22,8 @@ class Setting(NamedTuple):
     """A pipeline. Times and bytes are of a whole stage and a micro-batch; of v parts each has 1/v.
 
     A backward is the gradient of the input and that of the weights, one after the other where nothing splits them.
+    Halves of stages, in the order of the model, take equal times; if `uneven`, the embedding makes the first 5 % longer
+    and the head the last 30 %.
     """
 
     stages: int
@@ -27,11 +32,20 @@ class Setting(NamedTuple):
     input_ms: float
     weight_ms: float
     saved_bytes: int
+    uneven: bool = False
 
     @property
     def least_ms(self) -> float:
-        """A batch without any bubble."""
-        return self.micro_batches * (self.forward_ms + self.input_ms + self.weight_ms)
+        """A batch without any bubble, were the model cut evenly."""
+        stages = sum(self.share(position, 1) for position in range(self.stages)) / self.stages
+        return self.micro_batches * (self.forward_ms + self.input_ms + self.weight_ms) * stages
+
+    def share(self, position: int, chunks: int) -> float:
+        """Of a stage's time, what one of `chunks` parts a stage takes (one or two)."""
+        halves = [1.0] * (2 * self.stages)
+        if self.uneven:
+            halves[0], halves[-1] = 1.05, 1.3
+        return sum(halves[position * 2 // chunks : (position + 1) * 2 // chunks]) / 2
 
 
 def boundary() -> Tensor:
@@ -92,12 +106,13 @@ class _Weight(torch.autograd.Function):
         return weight.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
         (saved,) = ctx.saved_tensors
-        if not saved[0] == saved[-1] == ctx.part.mark:
-            raise RuntimeError("a part got another's activations back")
-        ctx.part.accelerator.compute(ctx.part.weight_ms)
-        return gradient, None
+        halves = getattr(ctx.part.weight, MARK, None)  # EvenPipe's, where a layer leaves what a second half computes
+        if halves is None:
+            return ctx.part.weight_gradient(saved, gradient), None
+        halves.add(ctx.part.weight, [saved], partial(ctx.part.weight_gradient, gradient=gradient))
+        return None, None
 
 
 class _Join(torch.autograd.Function):
@@ -120,16 +135,24 @@ class Part(nn.Module):
 
     def __init__(self, setting: Setting, position: int, chunks: int, accelerator: Accelerator, live: Live) -> None:
         super().__init__()
+        share = setting.share(position, chunks)
         self.weight = nn.Parameter(torch.zeros(1))
         # Without a gradient of its own the model's first part would have no input's to compute: embeddings want it.
         self.start = nn.Parameter(torch.zeros(1), requires_grad=position == 0)
         self.mark = position % 251 + 1
         self.accelerator, self.live = accelerator, live
         self.forward_ms, self.input_ms, self.weight_ms = (
-            ms / chunks for ms in (setting.forward_ms, setting.input_ms, setting.weight_ms)
+            ms * share for ms in (setting.forward_ms, setting.input_ms, setting.weight_ms)
         )
         self.saved_bytes = setting.saved_bytes // chunks
 
     def forward(self, given: Tensor) -> Tensor:
         output: Tensor = _Join.apply(_Input.apply(given, self.start, self), _Weight.apply(self.weight, self))
         return output
+
+    def weight_gradient(self, saved: Tensor, gradient: Tensor) -> Tensor:
+        """The second half of a backward."""
+        if not saved[0] == saved[-1] == self.mark:
+            raise RuntimeError("a part got another's activations back")
+        self.accelerator.compute(self.weight_ms)
+        return gradient

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-__all__ = ["draw"]
+__all__ = ["case_of", "draw", "uneven"]
 
 _COLOURS: Final = {"Megatron": "#4f7d00", "torch": "#de3412", "DeepSpeed": "#7a5195", "EvenPipe": "#1f5fbf"}
 _MARKS: Final = {"Megatron": "s", "torch": "^", "DeepSpeed": "D", "EvenPipe": "o"}
@@ -24,18 +24,17 @@ _Box = tuple[float, float, float, float]  # left, bottom, right, top
 
 def draw(path: Path, results: list[dict[str, Any]]) -> None:
     """As PNG. A line joins what nothing that trains by the stock rule beats in both."""
-    cases = list(dict.fromkeys((row["stages"], row["micro_batches"]) for row in results))
+    cases = [list(rows) for _, rows in itertools.groupby(results, key=case_of)]
     numbers = {peer: at for at, peer in enumerate(dict.fromkeys(row["peer"] for row in results), 1)}
     columns = min(3, len(cases))
     lines = -(-len(cases) // columns)
     figure = Figure(figsize=(max(3.3 * columns, 6.6), 3.9 * lines + 1.9), dpi=140, layout="constrained")
     panels = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
-    for axes, case in zip(panels, cases, strict=False):
-        _panel(axes, case, [row for row in results if (row["stages"], row["micro_batches"]) == case])
+    for axes, rows in zip(panels, cases, strict=False):
+        _panel(axes, rows)
     bottom, top = min(row["of_limit"] for row in results) - 0.03, 1.02
     panels[0].set_ylim(bottom, top)
-    for axes, case in zip(panels, cases, strict=False):
-        rows = [row for row in results if (row["stages"], row["micro_batches"]) == case]
+    for axes, rows in zip(panels, cases, strict=False):
         _number(axes, rows, numbers)
     for axes in panels[len(cases) :]:
         axes.set_axis_off()
@@ -54,7 +53,17 @@ def draw(path: Path, results: list[dict[str, Any]]) -> None:
     figure.savefig(path)
 
 
-def _panel(axes: Axes, case: tuple[int, int], rows: Sequence[dict[str, Any]]) -> None:
+def case_of(row: dict[str, Any]) -> tuple[int, int, bool]:
+    """The pipeline that a row is of; rows of one stand together."""
+    return row["stages"], row["micro_batches"], "uneven" in row
+
+
+def uneven(row: dict[str, Any]) -> str:
+    """Behind the pipeline's sizes."""
+    return ", uneven" if "uneven" in row else ""
+
+
+def _panel(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     """The points of one pipeline and the line through its front."""
     least, most = (extreme(row["mib"] for row in rows) for extreme in (min, max))
     front = sorted((row["mib"], row["of_limit"]) for row in rows if row["front"] and not row["delayed"])
@@ -70,10 +79,11 @@ def _panel(axes: Axes, case: tuple[int, int], rows: Sequence[dict[str, Any]]) ->
             marker=_MARKS[row["engine"]],
             zorder=2,
         )
-    axes.set_title(f"p = {case[0]}, m = {case[1]}", loc="left", fontsize=10)
+    stages, micro_batches, _ = case_of(rows[0])
+    axes.set_title(f"p = {stages}, m = {micro_batches}{uneven(rows[0])}", loc="left", fontsize=10)
     axes.set_xlabel("saved by the worst stage, MiB (logarithmic)", fontsize=9)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted({least, *(mib for mib in (case[0] * 2**n for n in range(4)) if mib <= most)}))
+    axes.set_xticks(sorted({least, *(mib for mib in (stages * 2**n for n in range(4)) if mib <= most)}))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlim(0.68 * least, max(1.35 * most, 3.6 * least))
     axes.grid(color="#e6e6e2", linewidth=0.6)

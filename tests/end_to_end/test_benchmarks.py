@@ -315,6 +315,8 @@ def test_peers(tmp_path):
     one_f_one_b = [f"{engine}: 1F1B" for engine in ("Megatron", "torch", "DeepSpeed", "EvenPipe")]
     assert {row["mib"] for name, row in rows.items() if name in one_f_one_b} == {4.0}
     assert rows["EvenPipe: 1F1B + BPipe"]["mib"] == 3.0
+    halves, whole = (min(rows[name]["batches_ms"]) for name in ("EvenPipe: ZB-H1", "EvenPipe: 1F1B"))
+    assert halves < 0.9 * whole  # (m + p - 1)(tf + td) + (m - p + 1) tw, where all take the same
     # Nothing of what a stream had forwarded before it was drained is left.
     assert rows["EvenPipe: 2BW"]["mib"] == 4.0
     fastest = min(rows["EvenPipe: 2BW"]["batches_ms"])

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from evenpipe.runtime.linear import LinearGradients
 from evenpipe.runtime.stage import Edges, ModuleStage
+from evenpipe.runtime.weight_gradients import MARK
 from evenpipe.schedule import FORWARD, Unit
 
 WIDTH, ROWS = 24, 5
@@ -43,6 +44,29 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient * 2
+
+
+class Leaving(torch.autograd.Function):
+    """A product with a weight, which it leaves for the second half where there is one."""
+
+    @staticmethod
+    def forward(ctx, value, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(value)
+        return value @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        tensors = [*ctx.saved_tensors, gradient]
+        halves = getattr(ctx.weight, MARK, None)
+        if halves is None:
+            return gradient @ ctx.weight, Leaving.product(*tensors)
+        halves.add(ctx.weight, tensors, Leaving.product)
+        return gradient @ ctx.weight, None
+
+    @staticmethod
+    def product(value, gradient):
+        return gradient.flatten(0, 1).t() @ value.flatten(0, 1)
 
 
 def transposed(chunk: Chunk, value: Tensor) -> Tensor:
@@ -91,6 +115,9 @@ CASES: dict[str, Callable[[Chunk, Tensor], Tensor]] = {
         autocast_apart, chunk, autocast(chunk, value), use_reentrant=False
     ),
     "a function of the user's": lambda chunk, value: chunk.second(Doubled.apply(chunk.first(Doubled.apply(value)))),
+    "a function that leaves its product": lambda chunk, value: Leaving.apply(
+        chunk.second(Leaving.apply(value, chunk.first.weight)), chunk.first.weight
+    ),
     "transposed": transposed,
     "rows of a table": lambda chunk, value: chunk.first(value[:, 1:4]).sum(1, keepdim=True) + chunk.first(value),
     "expanded gradient": lambda chunk, value: chunk.first(chunk.first(value)).sum(0).expand(SHAPE),
@@ -180,7 +207,7 @@ def test_two_halves_have_the_bits_of_a_whole_backward(case, starts, dtype):
         *(("layers", {"first", "second"}), ("checkpoint", {"first", "second"}), ("attention", {"first", "second"})),
         *(("checkpoints, reentrant", {"first", "second"}), ("autocast", {"first", "second"}), ("vmap", set())),
         *(("compiled", {"second"}), ("a vector beside", {"first"}), ("transposed", {"first", "second"})),
-        ("an operation", {"first"}),
+        *(("an operation", {"first"}), ("a function that leaves its product", {"first", "second"})),
         ("attention of torch's own", set()),
     ],
 )

@@ -29,7 +29,9 @@ class LinearGradients(WeightGradients):
 
     Every call of `torch.nn.functional.linear` with one of its parameters as weight leaves its product, whatever module
     makes it, also when activation checkpointing calls it again. Bits are those of a whole backward: autograd computes
-    the gradients of input and bias, and products are its own, in its order.
+    the gradients of input and bias, and products are its own, in its order. An autograd Function of a user's own leaves
+    one too if its backward finds these halves on its weight, by `getattr(weight, MARK, None)`, gives them
+    `add(weight, tensors, product)`, and returns None in place of the gradient.
 
     All other gradients are computed in the first half: of what `torch.compile` has compiled, of calls inside functions
     of torch's own (`multi_head_attention_forward`), of a weight that the chunk has looked up as an embedding, and of
@@ -51,7 +53,11 @@ class LinearGradients(WeightGradients):
             with self.calls:
                 return backward()
 
-        return super().leave(unit, inside)
+        self.begin()
+        try:
+            return super().leave(unit, inside)
+        finally:
+            self.unmark()
 
 
 class _Calls(TorchFunctionMode):

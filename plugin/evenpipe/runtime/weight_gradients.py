@@ -77,10 +77,14 @@ class WeightGradients:
                 raise ValueError("two model chunks of a stage share a weight: take a schedule of whole backwards")
             setattr(weight, MARK, self)
 
-    def end(self) -> None:
-        """After a batch, or what there was of it."""
+    def unmark(self) -> None:
+        """Undo `begin`."""
         for weight in self.weights:
             vars(weight).pop(MARK, None)
+
+    def end(self) -> None:
+        """After a batch, or what there was of it."""
+        self.unmark()
         self._left.clear()
         self._queued.clear()
 
