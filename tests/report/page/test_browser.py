@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, ViewportSize
+from playwright.sync_api import Browser, Locator, Page, TimeoutError, ViewportSize
 
 from evenpipe.cli.main import main
 from evenpipe.schedule import COMPUTE, KINDS
@@ -90,6 +91,18 @@ def point_at(page: Page, stage: float, at_ms: float) -> None:
     page.mouse.move(x, y, steps=3)
 
 
+def tip_of(page: Page, of: tuple[int, str, float]) -> Locator:
+    """What the page says of an action that the mouse points at: again while a busy browser still lays out the page."""
+    stage, action, middle = of
+    tip = page.locator(".tip", has_text=f"{action}: ")
+    for patience_ms in (1000, 2000, 4000, 8000):
+        point_at(page, stage + 0.18, middle)
+        with suppress(TimeoutError):
+            tip.wait_for(state="attached", timeout=patience_ms)
+            return tip
+    raise AssertionError(f"no tooltip of {action} on stage {stage}")
+
+
 def widest(run: Path, letter: str, stages: Sequence[int] = (0, 1)) -> tuple[int, str, float]:
     """The stage, the name and the middle of the longest action of a kind: a stall makes all others thin."""
     timeline = json.loads(run.read_text())["timeline"]
@@ -111,20 +124,15 @@ def test_every_action_is_named_where_the_mouse_points(opened: Open, run: Path) -
     page = opened()
     for at in (0, 1):
         for letter in "FB":
-            stage, action, middle = widest(run, letter, [at])
-            point_at(page, stage + 0.18, middle)
-            tip = page.locator(".tip", has_text=f"{action}: ")
+            tip = tip_of(page, widest(run, letter, [at]))
             tip.wait_for(timeout=5000)
-            assert f"stage {stage}, measured" in tip.inner_text()
+            assert f"stage {at}, measured" in tip.inner_text()
 
 
 @pytest.mark.parametrize("width", [1280, 400])
 def test_no_tooltip_is_cut_off(opened: Open, run: Path, width: int) -> None:
     """On a narrow page there is none: the line below the chart has room for what a tap names."""
-    page, (stage, action, middle) = opened(width), widest(run, "B")
-    point_at(page, stage + 0.18, middle)
-    tip = page.locator(".tip", has_text=f"{action}: ")
-    tip.wait_for(state="attached", timeout=5000)
+    tip = tip_of(opened(width), widest(run, "B"))
     assert tip.is_visible() == (width > 600)
 
 
@@ -232,10 +240,10 @@ def contrast(one: Sequence[float], other: Sequence[float]) -> float:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_tooltips_and_messages_follow_the_scheme(opened: Open, run: Path, scheme: str) -> None:
-    page, (stage, action, middle) = opened(1280, scheme), widest(run, "B")
-    point_at(page, stage + 0.18, middle)
+    page = opened(1280, scheme)
+    tip = tip_of(page, widest(run, "B"))
     page.mouse.wheel(0, 1)
-    for said in (page.locator(".tip", has_text=f"{action}: "), page.get_by_text("use ctrl + scroll to zoom")):
+    for said in (tip, page.get_by_text("use ctrl + scroll to zoom")):
         said.wait_for(timeout=5000)
         text, paper = said.evaluate(_COLOURS)
         assert (sum(text) > sum(paper)) == (scheme == "dark")
