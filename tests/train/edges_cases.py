@@ -176,7 +176,7 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
         if name.endswith("recomputed"):
             program = verify(replace(program.schedule, recomputed=frozenset(range(1, STAGES * chunks, 2))))
         parts, places = STAGES * chunks, program.schedule.places
-        swap = 0.8 if name.endswith("swapped") else None
+        swap = 0.5 if name.endswith("swapped") else None
         pipeline = ModulePipeline(
             lambda position, parts=parts: part_of(parts, position), program, loss, edge, swap=swap
         )
