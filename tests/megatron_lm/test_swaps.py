@@ -1,4 +1,4 @@
-"""Scripts that swap a share of what they save train to the bits of a stock run, under a cap of its first stage's peak."""
+"""Scripts that swap a share of what they save train to a stock run's bits, under a cap of its first stage's peak."""
 
 import re
 

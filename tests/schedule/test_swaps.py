@@ -13,6 +13,7 @@ from evenpipe.schedule import (
     GAINING,
     ScheduleError,
     Size,
+    awaited_swaps,
     build,
     choose,
     find,
@@ -80,6 +81,11 @@ def test_units_that_gain_swap_and_come_back_where_there_is_room() -> None:
         "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
     ]
     assert [most_whole(row) for row in program.schedule.actions] == [2, 2, 2, 1]
+    first = program.schedule.actions[0]
+    assert [f"{first[at]} waits for {first[out]}" for at, outs in awaited_swaps(first).items() for out in outs] == [
+        *("F2 waits for O0", "I0 waits for O1", "F3 waits for O2", "F4 waits for O3", "F5 waits for O4"),
+        *("F6 waits for O5", "F7 waits for O6", "I6 waits for O7"),
+    ]
 
 
 @settings(deadline=None, max_examples=60)
@@ -97,6 +103,10 @@ def test_what_gains_in_any_schedule(data: st.DataObject) -> None:
     for one, other in zip(plain.actions, swapped.actions, strict=True):
         assert [action for action in other if action.kind not in "OI"] == list(one)
         assert most_whole(other) <= most_whole(one)
+        swaps = [action.unit for action in other if action.kind == "O"]
+        waits = [other[out].unit for outs in awaited_swaps(other).values() for out in outs]
+        assert len(waits) == len(set(waits))
+        assert set(waits) <= set(swaps)
 
 
 def test_a_table_swaps_what_gains(tmp_path) -> None:

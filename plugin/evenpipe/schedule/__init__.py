@@ -45,6 +45,7 @@ from evenpipe.schedule.order import Clock, Queues, strictest
 from evenpipe.schedule.passes import (
     GAINING,
     Swaps,
+    awaited_swaps,
     batch_of,
     most_whole,
     required_version,
@@ -110,6 +111,7 @@ __all__ = [
     "Swaps",
     "Unit",
     "Wiring",
+    "awaited_swaps",
     "balance",
     "batch_of",
     "build",

@@ -27,6 +27,7 @@ from evenpipe.schedule.schedule import Schedule
 __all__ = [
     "GAINING",
     "Swaps",
+    "awaited_swaps",
     "batch_of",
     "most_whole",
     "required_version",
@@ -126,6 +127,28 @@ def most_whole(row: Sequence[Action]) -> int:
         elif action.kind in FINISHING:
             whole.discard(action.unit)
     return most
+
+
+def awaited_swaps(row: Sequence[Action]) -> dict[int, list[int]]:
+    """By an action's place in ``row``, the places of the swaps out that have to be complete before it.
+
+    Before a unit is forwarded or comes back, as many of the oldest as :func:`most_whole` needs; and a unit's own.
+    """
+    most, awaited = most_whole(row), dict[int, list[int]]()
+    whole, leaving = set[Unit](), dict[Unit, int]()
+    for at, action in enumerate(row):
+        if action.kind == SWAP_OUT:
+            leaving[action.unit] = at
+        elif action.kind in FINISHING:
+            whole.discard(action.unit)
+        elif action.kind in (FORWARD, SWAP_IN, LOAD):
+            first = [action.unit] if action.unit in leaving else []
+            oldest = [unit for unit in leaving if unit not in first]
+            due = first + oldest[: max(0, len(whole - {*first}) + 1 - most)]
+            if due:
+                awaited[at] = [leaving.pop(unit) for unit in due]
+            whole = whole - {*due} | {action.unit}
+    return awaited
 
 
 def swapping(schedule: Schedule) -> tuple[int, ...]:
