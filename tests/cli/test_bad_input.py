@@ -99,6 +99,10 @@ def test_times(option: str, value: str, said: str, capsys: pytest.CaptureFixture
 
 
 def test_a_transfer_time_needs_transfers(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, "simulate", *options({"--host-gbps": "1"}))
+    assert "--host-gbps 1: nothing is swapped: add --swap-mib, or leave it out" in line
+    line = refusal(capsys, "simulate", *options({"--swap-mib": "1"}), "--one-queue")
+    assert "--swap-mib: the model of devices has no swaps in it: leave --one-queue and --synchronised out" in line
     line = refusal(capsys, "simulate", *options({"--transfer-ms": "1"}))
     assert "--transfer-ms 1: nothing is evicted or loaded: add --bpipe, or leave it out" in line
 

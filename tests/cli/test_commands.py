@@ -100,6 +100,9 @@ def test_a_simulation_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_links_and_synchronous_transfers_take_time(capsys: pytest.CaptureFixture[str]) -> None:
     free = json_of(capsys, "simulate", *BPIPE, "--transfer-ms", "0.5")["makespan_ms"]
+    swapped = ("--transfer-ms", "0.5", "--swap-mib", "16", "--host-gbps")
+    assert json_of(capsys, "simulate", *BPIPE, *swapped, "1e3")["makespan_ms"] == pytest.approx(free, rel=0.01)
+    assert json_of(capsys, "simulate", *BPIPE, *swapped, "1")["makespan_ms"] > 2 * free
     assert json_of(capsys, "simulate", *BPIPE, "--link-ms", "0.5")["makespan_ms"] > free
     waiting = json_of(capsys, "simulate", *BPIPE, "--transfer-ms", "0.5", "--synchronous-transfers")
     assert waiting["makespan_ms"] > free

@@ -32,6 +32,8 @@ _RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]
             {"schedule": "kfkb", "group_size": 2, "bpipe": True},
             {"schedule": "zb-h1"},
             {"bpipe": True},
+            {"swap": 0.8},
+            {"swap": 0.8, "bpipe": True},
             {"bpipe": True, "pair_adjacent": True, "partition": [0, 1, 3, 6, 8], "trace": "T.json"},
         ],
     ),
@@ -45,7 +47,7 @@ _RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]
         4,
         {},
         {"checkpoint_interval": 1},
-        [{"schedule": "1f1b"}, {"bpipe": True}, {"schedule": "zb-h1"}],
+        [{"swap": 0.5}, {"schedule": "1f1b"}, {"bpipe": True}, {"schedule": "zb-h1"}],
     ),
     "recomputed by the model": (4, {}, {"checkpoints_itself": True}, [{"bpipe": True}, {"schedule": "zb-h1"}]),
     "two tensors, evaluations": (
@@ -58,7 +60,12 @@ _RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]
         4,
         {},
         {"dynamic": True, "pair": True, "evaluate": True},
-        [{"schedule": "kfkb", "group_size": 2}, {"bpipe": True}, {"schedule": "kfkb", "group_size": 2, "bpipe": True}],
+        [
+            {"swap": 0.5},
+            {"schedule": "kfkb", "group_size": 2},
+            {"bpipe": True},
+            {"schedule": "kfkb", "group_size": 2, "bpipe": True},
+        ],
     ),
     "dynamic shapes, replicas": (2, {}, {"dynamic": True}, [{"schedule": "1f1b"}]),
     "ZeRO, partition": (

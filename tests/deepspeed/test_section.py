@@ -52,8 +52,9 @@ def test_a_dictionary_may_have_a_path() -> None:
         ({"group_sise": 2}, "evenpipe.group_sise: unknown key, did you mean group_size?"),
         (
             {"colour": 2},
-            "evenpipe.colour: unknown key, choose one of schedule, bpipe, group_size, retune_interval, memory_gib, "
-            "one_version, delay_correction, pair_adjacent, partition, trace, trace_iteration, micro_batch_size",
+            "evenpipe.colour: unknown key, choose one of schedule, bpipe, swap, group_size, retune_interval, "
+            "memory_gib, one_version, delay_correction, pair_adjacent, partition, trace, trace_iteration, "
+            "micro_batch_size",
         ),
         ({"group_size": "2"}, "evenpipe.group_size: \"2\": must be a whole number or 'auto'"),
         ({"bpipe": "yes"}, 'evenpipe.bpipe: "yes": must be true or false'),

@@ -14,7 +14,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -110,6 +110,7 @@ GATHERED = {**SHARDED, "overlap_grad_reduce": True, "bucket_size": 500}
 REDUCED = {"overlap_grad_reduce": True, "bucket_size": 500}
 FUSED = {"gradient_accumulation_fusion": True}
 MEASURED = ("megatron", "measured")
+SWAPPED = ("measured", "swap 0.5", "swap 0.8", "swap 0.8 bpipe", "swap 0.8 zb-h1")
 BALANCED = ("megatron", "bpipe")
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 PARTS = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], "add_bias_linear": False}
@@ -137,6 +138,14 @@ SEVERAL = (Call(micro_batches=4), Call(), EVALUATION, Call(micro_batches=4))
 
 CASES = {
     "bare modules": Case(ddp=None, engines=(*ENGINES, HALVES)),
+    "swaps": Case(engines=("megatron", *SWAPPED)),
+    "swaps of experts": Case(
+        config={**EXPERTS, "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
+        precision="bf16",
+        engines=("megatron", *SWAPPED),
+    ),
+    "swaps of lengths of their own": Case(calls=RAGGED, config=VARIABLE, engines=("megatron", "swap 0.5 bpipe")),
+    "interleaved, swaps": Case(PP4_V2, engines=("megatron", "measured", "swap 0.8")),
     "lists of one": Case(
         calls=(Call(model_as_list=True, iterator_as_list=True), Call(model_as_list=True), Call(iterator_as_list=True))
     ),
@@ -304,6 +313,10 @@ def schedule_of(engine: str) -> PipelineSchedule:
         return AdaptiveSchedule(tuning)
     if engine in SPLIT:
         return PipelineSchedule(engine)
+    if engine.startswith("swap"):
+        share, *more = engine.split()[1:]
+        name = next((one for one in more if one in SPLIT), "1f1b")
+        return PipelineSchedule(name, bpipe="bpipe" in more, measure=True, swap=float(share))
     if engine == "3F3B":
         return PipelineSchedule("kfkb", group_size=3)
     return PipelineSchedule(bpipe=engine == "bpipe", measure=engine == "measured")
@@ -370,12 +383,12 @@ def carry_out(case: Case, schedule: PipelineSchedule | None = None) -> dict[str,
                 break
         left = len(stages)
     executor = None if schedule is None else schedule.executor
-    evicted = 0 if executor is None else executor.counter.evicted_bytes
+    counted = {} if executor is None else asdict(executor.counter)
     if schedule is not None:
         schedule.close()
     queues = None if executor is None else executor.connections.queues
     found = {"calls": calls, "weights": pipeline.weights(), "timers": pipeline.timers()}
-    return {**found, "evicted": evicted, "queues": queues, "left": left}
+    return {**found, "evicted": counted.get("evicted_bytes", 0), "counted": counted, "queues": queues, "left": left}
 
 
 @contextmanager

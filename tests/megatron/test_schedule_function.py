@@ -24,7 +24,7 @@ from tests.selected import marked, selected
 RELEASE = installed_release()
 SCRIPT = Path(__file__).with_name("schedule_function_cases.py")
 COMPARED = [(name, engine) for name, case in CASES.items() for engine in case.engines[1:] if "given only" not in name]
-ORDERED = [(name, engine) for name, engine in COMPARED if engine not in ("3F3B", "auto", *SPLIT)]
+ORDERED = [(name, engine) for name, engine in COMPARED if engine not in ("3F3B", "auto", "swap 0.8 zb-h1", *SPLIT)]
 GROUPED = [name for name, case in CASES.items() if "3F3B" in case.engines]
 PARTLY = ["partial recomputation with BPipe", "interleaved, partial recomputation"]
 STOCK = {
@@ -121,6 +121,22 @@ def test_bpipe_evicts_wherever_it_can(ranks: list[dict[str, Any]]) -> None:
     trained = [name for name in enough if not any(calls(ranks, name, "bpipe", "error")[0])]
     assert [name for name in trained if not ranks[0]["cases"][name]["bpipe"]["evicted"]] == []
     assert len(trained) > len(cases) // 2
+
+
+@pytest.mark.parametrize("name", ["swaps", "swaps of experts"])
+def test_swaps_fit_the_worst_stage_under_a_cap(ranks: list[dict[str, Any]], name: str) -> None:
+    """The first stage's peak is of 4 micro-batches, of which 2 are whole: 0.75 of it with half swapped, 0.6 with 80 %.
+
+    Within 2 %: storages leave as a whole.
+    """
+
+    def worst(engine: str) -> int:
+        peaks: list[int] = [rank["cases"][name][engine]["counted"]["peak_bytes"] for rank in ranks]
+        return max(peaks)
+
+    assert worst("swap 0.5") <= (0.75 + 0.02) * worst("measured")
+    assert worst("swap 0.8") <= (0.6 + 0.02) * worst("measured")
+    assert worst("swap 0.8 bpipe") < worst("swap 0.8")
 
 
 def test_loads_that_differ_in_size_start_when_their_room_is_free(ranks: list[dict[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import Connections, connect
 from evenpipe.runtime.exchange import gather
 from evenpipe.runtime.executor import Executor, Flow, Observer
+from evenpipe.runtime.host_swaps import HostSwaps
 from evenpipe.runtime.resources import StageFigures, per_stage
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.store import SMALL_BYTES
@@ -243,7 +244,8 @@ def bytes_there(flow: Flow) -> int:
     store, known = flow.resources.store, {}
     saved = (one for known_as in store._owners.values() if (one := known_as()) is not None)
     storages = [one.storage for one in saved if one.storage is not None]
-    storages += [tensor.untyped_storage() for one in store._recordings.values() for tensor in one.message]
+    departures = [departure for one in store._recordings.values() for departure in one.departures.values()]
+    storages += [tensor.untyped_storage() for one in departures for tensor in one.message]
     moving = [flow.under_way[message] for message in flow.actions]
     moving += [one.transfer for departed in flow.followed.values() for one in departed]
     storages += [tensor.untyped_storage() for transfer in moving for tensor in transfer._tensors]
@@ -307,6 +309,8 @@ def carry_out(case: dict, rank: int) -> dict:
     parameters = [parameter for module in modules for parameter in module.parameters()]
     remarks = Remarks()
     executor = Executor(rank, connections, torch.device("cpu"), parameters, remarks)
+    if share := case.get("swap"):
+        executor.swaps = HostSwaps(executor.store, torch.device("cpu"), share)
     last = schedule.places.last
     batches = []
     for measure, rows in zip(case["measure"], case["rows"], strict=True):

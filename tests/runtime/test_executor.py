@@ -20,6 +20,7 @@ from evenpipe.runtime.forward_only import forward_only
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import (
     FORWARD,
+    GAINING,
     Action,
     Link,
     Message,
@@ -117,6 +118,23 @@ MODELS = {
     **dict.fromkeys(ROUTED, "routed"),
 }
 
+SWAPPED = {
+    f"{name} swapping {share:.0%}{' bpipe' * bpipe}": (
+        build_program(name, Size(4, 8, chunks, group_size), bpipe, swaps=GAINING).schedule,
+        {"swap": share, "model": model},
+    )
+    for name, chunks, group_size, bpipe, share, model in [
+        ("1f1b", 1, 1, False, 0.5, "dense"),
+        ("1f1b", 1, 1, False, 1.0, "wide"),
+        ("1f1b", 1, 1, True, 0.5, "dense"),
+        ("1f1b", 1, 1, True, 0.5, "routed"),
+        ("gpipe", 1, 1, False, 1.0, "routed"),
+        ("kfkb", 1, 2, True, 0.8, "cast"),
+        ("interleaved", 2, 1, False, 0.5, "saving its output"),
+        ("zb-h1", 1, 1, False, 0.5, "dense"),
+        ("v-half", 2, 1, False, 0.5, "dense"),
+    ]
+}
 NOW_AND_THEN = (True, False, True)
 SLOW_MS = 60.0
 WATCHED = {
@@ -143,7 +161,9 @@ def outcomes(tmp_path_factory):
             "ms": 0.0,
             **settings,
         }
-        for name, (schedule, settings) in ({name: (schedule, {}) for name, schedule in CASES.items()} | WATCHED).items()
+        for name, (schedule, settings) in (
+            {name: (schedule, {}) for name, schedule in CASES.items()} | WATCHED | SWAPPED
+        ).items()
     }
     (folder / "cases.json").write_text(json.dumps(cases))
     return reports(SCRIPT, folder, 8)
@@ -245,6 +265,30 @@ def test_a_micro_batch_that_is_evicted_is_one_message_beside_what_is_large(name,
         for batch in batches:
             moved = {kind: count for kind, count in batch["operations"].items() if kind in ("evict", "load")}
             assert moved == ({"evict": trades * of_each, "load": trades * of_each} if trades else {})
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_what_goes_to_the_host_comes_back_as_it_was(name, outcomes):
+    schedule, settings = SWAPPED[name]
+    places = schedule.places
+    losses, gradients = reference(len(places.order), schedule.micro_batches, settings["model"])
+    for stage, batches in enumerate(batches_of(outcomes, name)):
+        swaps = any(action.kind == "O" for action in schedule.actions[stage])
+        for batch in batches:
+            assert batch["losses"] == (losses if stage == places.last.stage else [])
+            assert batch["gradients"] == [gradients[places.position(stage, c)] for c in range(places.chunks)]
+            assert (batch["leftover"], batch["memory"]["own_bytes"], batch["memory"]["accepted_bytes"]) == ([], 0, 0)
+            assert (batch["memory"]["swapped_bytes"] > 0) == swaps
+            assert batch["memory"]["peak_units"] == schedule.peak_live[stage]
+
+
+def test_a_swapped_share_is_not_in_the_peak(outcomes):
+    """Of 1F1B's four micro-batches on the first stage two are whole: one is forwarded, and one comes back."""
+    whole = batches_of(outcomes, "1f1b p=4 m=8 v=1")[0][0]["memory"]["peak_bytes"] / 4
+    memory = batches_of(outcomes, "1f1b swapping 50%")[0][0]["memory"]
+    swapped = memory["swapped_bytes"] / 8
+    assert 0.4 * whole <= swapped <= 0.5 * whole
+    assert memory["peak_bytes"] == 4 * whole - 2 * swapped
 
 
 def test_the_pool_grows_to_what_is_needed_and_says_so(outcomes):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evenpipe.schedule import Size, own
+from evenpipe.schedule import GAINING, Size, Swaps, own
 from evenpipe.schedule import build as build_program
 from tests.reports import reports
 from tests.runtime.executor_cases import ROWS, WIDTH
@@ -33,17 +33,20 @@ SCHEDULES = {
 }
 
 
-def case(kind: str, name: str, swaps: bool = False, bpipe: bool = True, micro_batches: int = 4, **others: Any) -> Any:
+def case(
+    kind: str, name: str, swaps: Swaps | bool = False, bpipe: bool = True, micro_batches: int = 4, **others: Any
+) -> Any:
     """A case of a small model under a schedule, with BPipe where it has anything to level."""
     chunks, group_size, levels = SCHEDULES[name]
     size = Size(WORLD, micro_batches, chunks, group_size)
-    program = build_program(name, size, bpipe and levels, swaps=range(WORLD) if swaps else ())
+    program = build_program(name, size, bpipe and levels, swaps=range(WORLD) if swaps is True else swaps or ())
     return {"kind": kind, "schedule": str(program.schedule), **others}
 
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: case("executor", name, model="dense") for name in SCHEDULES},
     **{f"{name} swap": case("keeper", name, swaps=True, way="early") for name in SCHEDULES},
+    **{f"{name} swap a share": case("executor", name, swaps=GAINING, model="wide", swap=0.9) for name in SCHEDULES},
     "1f1b without bpipe": case("executor", "1f1b", bpipe=False, model="dense"),
     "its output is saved": case("executor", "1f1b", model="saving its output"),
     "routed": case("executor", "1f1b", model="routed"),
@@ -146,6 +149,16 @@ MUTANTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         ),
         "memory that stays is free while it is read": ("self._leaving, self._read):", "self._leaving):"),
         "what comes back is used before it is here": ("            self._arriving.wait()\n", ""),
+    },
+    ("1f1b swap a share", "host_swaps"): {
+        "a share is free while it is copied out": (
+            "        for passage in passages:\n            passage.wait()\n        self._store.release",
+            "        self._store.release",
+        ),
+        "a share is used before it is back": (
+            "            passage.wait()\n        self._store.unpack",
+            "            pass\n        self._store.unpack",
+        ),
     },
     ("beside", "store"): {
         "what a layer's own stream saves is moved": ("saved.aside = True", "pass"),

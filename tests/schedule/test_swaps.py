@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import ScheduleError, Size, build, choose, find, needs_of, own, with_swaps
+from evenpipe.schedule import (
+    GAINING,
+    ScheduleError,
+    Size,
+    awaited_swaps,
+    build,
+    choose,
+    find,
+    most_whole,
+    needs_of,
+    own,
+    with_swaps,
+)
 from tests.schedule.independent import fault
 
 
@@ -57,6 +69,54 @@ def test_any_schedule_swaps_any_of_its_parts(data: st.DataObject) -> None:
     for one, other in zip(plain.actions, swapped.actions, strict=True):
         assert [action for action in other if action.kind not in "OI"] == list(one)
     assert with_swaps(plain, ()) == plain
+
+
+def test_units_that_gain_swap_and_come_back_where_there_is_room() -> None:
+    """Two units are whole at most: at B4 the first stage has units 4 and 7, so that 5 waits for 7 to be gone."""
+    program = build("1f1b", Size(4, 8), swaps=GAINING)
+    assert drawn(program) == [
+        "F0 O0 F1 O1 F2 O2 I0 F3 O3 B0 I1 F4 O4 B1 I2 F5 O5 B2 I3 F6 O6 B3 I4 F7 O7 B4 I5 I6 B5 I7 B6 B7",
+        "F0 F1 O1 F2 O2 B0 I1 F3 O3 B1 I2 F4 O4 B2 I3 F5 O5 B3 I4 F6 O6 B4 I5 F7 B5 I6 B6 B7",
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
+    ]
+    assert [most_whole(row) for row in program.schedule.actions] == [2, 2, 2, 1]
+    first = program.schedule.actions[0]
+    assert [f"{first[at]} waits for {first[out]}" for at, outs in awaited_swaps(first).items() for out in outs] == [
+        *("F2 waits for O0", "I0 waits for O1", "F3 waits for O2", "F4 waits for O3", "F5 waits for O4"),
+        *("F6 waits for O5", "F7 waits for O6", "I6 waits for O7"),
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_what_gains_in_any_schedule(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(own()))
+    spec = find(name)
+    chunks = 2 if "chunks" in spec.needs else 1
+    stages, batches = data.draw(st.integers(2, 4)), 2 if "stream" in spec.needs else 1
+    size = Size(stages, stages * data.draw(st.integers(1, 3)), chunks, batches=batches)
+    bpipe = spec.balanced is not None and stages > 1 and data.draw(st.booleans())
+    plain, swapped = (build(name, size, bpipe, swaps=swaps).schedule for swaps in ((), GAINING))
+    assert fault(swapped) is None
+    assert swapped.peak_live == plain.peak_live
+    for one, other in zip(plain.actions, swapped.actions, strict=True):
+        assert [action for action in other if action.kind not in "OI"] == list(one)
+        assert most_whole(other) <= most_whole(one)
+        swaps = [action.unit for action in other if action.kind == "O"]
+        waits = [other[out].unit for outs in awaited_swaps(other).values() for out in outs]
+        assert len(waits) == len(set(waits))
+        assert set(waits) <= set(swaps)
+
+
+def test_a_table_swaps_what_gains(tmp_path) -> None:
+    path = tmp_path / "table"
+    plain, swapped = (build("1f1b", Size(4, 8), swaps=swaps).schedule for swaps in ((), GAINING))
+    path.write_text(str(plain))
+    assert build(choose(f"file:{path}"), Size(4, 8), swaps=GAINING).schedule.actions == swapped.actions
+    path.write_text(str(swapped))
+    with pytest.raises(ScheduleError, match="leave swaps out"):
+        build(choose(f"file:{path}"), Size(4, 8), swaps=GAINING)
 
 
 def test_a_part_that_the_model_does_not_have() -> None:

@@ -78,6 +78,21 @@ CASES = [
         "1f1b",
     ),
     (
+        {"schedule": "searched", "swap": 0.5},
+        "--evenpipe-swap 0.5: --group-size auto and --evenpipe-schedule searched choose by the memory of micro-batches "
+        "that stay on the device: give --group-size a number or --evenpipe-schedule another name, or leave "
+        "--evenpipe-swap out",
+        'evenpipe.swap: 0.5: "group_size": "auto" and "schedule": "searched" choose by the memory of micro-batches '
+        "that stay on the device: give group_size a number or schedule another name, or leave swap out",
+    ),
+    (
+        {"schedule": "2bw", "swap": 0.5},
+        "--evenpipe-swap 0.5: with --evenpipe-schedule 2bw a stage keeps micro-batches from batch to batch, whose "
+        "swaps are not supported: use another schedule, or leave --evenpipe-swap out",
+        'evenpipe.swap: 0.5: with "schedule": "2bw" a stage keeps micro-batches from batch to batch, whose swaps are '
+        "not supported: use another schedule, or leave swap out",
+    ),
+    (
         {"schedule": "2bw", "bpipe": True, "trace": "t.json"},
         "--evenpipe-trace t.json: with --evenpipe-schedule 2bw and --bpipe partners are amid transfers between "
         "batches, where a trace begins: leave one of them out",

@@ -6,8 +6,10 @@ A link to the host carries one swap after the other each way.
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from evenpipe.schedule import Link, Size, build
+from evenpipe.schedule import GAINING, Link, Size, build, find
 from evenpipe.simulate import Costs, Wire, simulate
 from tests.simulate.pipelines import run
 
@@ -79,3 +81,30 @@ def test_only_the_link_that_is_slow_holds_its_stage_up() -> None:
     program = build("1f1b", Size(1, 3), swaps=(0,))
     costs = Costs((1.0,), (2.0,), links={Link("swap in", 0, 0): Wire(0.0, 5.0)})
     assert simulate(program, costs).makespan_ms == pytest.approx(3 * (1 + 5 + 2))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(["1f1b", "gpipe", "kfkb", "zb-h1"]), st.integers(2, 4), st.integers(1, 4), st.booleans())
+def test_a_swap_costs_nothing_on_a_free_link_and_no_less_on_a_slower_one(
+    name: str, stages: int, times: int, bpipe: bool
+) -> None:
+    size, bpipe = Size(stages, stages * times), bpipe and find(name).balanced is not None
+    plain, swapped = (build(name, size, bpipe, swaps=swaps) for swaps in ((), GAINING))
+
+    def makespan_ms(swap_ms: float) -> float:
+        wire = Wire(transmit_ms=swap_ms)
+        costs = Costs((1.0,) * stages, (2.0,) * stages, {"swap out": wire, "swap in": wire}, awaited_swaps=True)
+        return simulate(swapped, costs).makespan_ms
+
+    found = [makespan_ms(swap_ms) for swap_ms in (0.0, 0.5, 1.0, 4.0)]
+    assert found[0] == simulate(plain, Costs((1.0,) * stages, (2.0,) * stages)).makespan_ms
+    assert found == sorted(found)
+
+
+def test_a_forward_waits_for_a_slow_swap_out() -> None:
+    """GPipe's backwards come last: F2 has no room until unit 0 has left, 10 ms after F0."""
+    program = build("gpipe", Size(1, 5), swaps=GAINING)
+    costs = Costs((1.0,), (2.0,), {"swap out": Wire(transmit_ms=10.0)}, awaited_swaps=True)
+    spans = {str(span.action): span for span in simulate(program, costs).timeline[0]}
+    assert spans["F1"].start_ms == 1.0
+    assert spans["F2"].start_ms == 11.0

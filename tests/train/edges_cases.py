@@ -35,6 +35,9 @@ SCHEDULES = {
     "v-half, recomputed": (2, 1, False),
     "1f1b, recomputed": (1, 1, False),
     "dualpipev": (2, 1, False),
+    "1f1b, swapped": (1, 1, False),
+    "kfkb, BPipe, swapped": (1, 2, True),
+    "v-half, swapped": (2, 1, False),
 }
 
 
@@ -173,7 +176,10 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
         if name.endswith("recomputed"):
             program = verify(replace(program.schedule, recomputed=frozenset(range(1, STAGES * chunks, 2))))
         parts, places = STAGES * chunks, program.schedule.places
-        pipeline = ModulePipeline(lambda position, parts=parts: part_of(parts, position), program, loss, edge)
+        swap = 0.5 if name.endswith("swapped") else None
+        pipeline = ModulePipeline(
+            lambda position, parts=parts: part_of(parts, position), program, loss, edge, swap=swap
+        )
         mean = pipeline.step(inputs(), inputs())
         with torch.no_grad():
             refused = ""
@@ -188,6 +194,7 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
         found[name] = {
             "loss": None if mean is None else mean.item(),
             "gradients": dict(zip(positions, gradients(pipeline.chunks), strict=True)),
+            "swapped": pipeline.executor.counter.swapped_bytes,
             "evicted": pipeline.executor.counter.evicted_bytes,
             "evaluated": None if evaluation.loss is None else evaluation.loss.item(),
             "outputs": evaluation.outputs and torch.cat(evaluation.outputs).tolist(),

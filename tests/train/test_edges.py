@@ -27,6 +27,7 @@ def test_loss_and_gradients_are_those_without_a_pipeline(ranks: list[dict[str, A
     found = {int(position): of_part for rank in ranks for position, of_part in rank[name]["gradients"].items()}
     assert [found[position] for position in range(STAGES * chunks)] == gradients
     assert (ranks[0][name]["evicted"] > 0) == bpipe
+    assert (ranks[0][name]["swapped"] > 0) == name.endswith("swapped")
 
 
 def test_a_drained_stream_lets_go_of_the_batch_ahead(ranks: list[dict[str, Any]]) -> None:

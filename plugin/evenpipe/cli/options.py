@@ -13,7 +13,7 @@ from evenpipe.cli.parser import Parser, UsageError
 from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, seed, whole, write
 from evenpipe.report.files import write_atomically
 from evenpipe.report.timeline import StageMemory, Timeline, perfetto_trace
-from evenpipe.schedule import SEARCHED, Program, Programs, Queues, Schedule, ScheduleError, Size, choose, names
+from evenpipe.schedule import SEARCHED, Program, Programs, Queues, Schedule, ScheduleError, Size, Swaps, choose, names
 from evenpipe.schedule.search.costs import FORMAT, RunCosts
 from evenpipe.settings.spelling import command_flag, in_flags
 from evenpipe.simulate import Costs, Simulation
@@ -71,11 +71,13 @@ def add_output_options(parser: Parser) -> None:
     group.add_argument("--trace", type=output_file, metavar="T.json", help="write a trace for ui.perfetto.dev")
 
 
-def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
+def program_from(arguments: Namespace, queues: Queues = "many", swaps: Swaps = ()) -> Program:
     """Return the verified program that the options ask for, on such devices; UsageError where there is none."""
     if arguments.schedule is None:
         raise UsageError(f"--schedule: which? Give one of {', '.join(names())}, {SEARCHED}, or file:PATH")
     try:
+        if arguments.schedule == SEARCHED and swaps:
+            raise UsageError(f"--schedule {SEARCHED}: is searched without swaps: leave them out")
         if arguments.schedule == SEARCHED:
             return _searched(arguments, queues)
         for option in ("seconds", "seed", "whole_backwards"):
@@ -93,7 +95,7 @@ def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
         usual = table.batches if table is not None else 3 if "stream" in spec.needs else 1
         batches = arguments.batches if arguments.batches is not None else usual
         size = Size(arguments.stages, arguments.micro_batches, arguments.chunks, arguments.group_size, batches)
-        return Programs(spec, arguments.bpipe, queues)(size)
+        return Programs(spec, arguments.bpipe, queues, swaps)(size)
     except ScheduleError as error:
         raise UsageError(in_flags(error)) from error
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
@@ -23,8 +24,8 @@ from evenpipe.cli.options import (
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.shown import console_of, print_table
-from evenpipe.cli.values import duration_ms, durations_ms, write
-from evenpipe.schedule import WEIGHT_GRADIENT, Schedule, ScheduleError
+from evenpipe.cli.values import bandwidth_gbps, duration_ms, durations_ms, mebibytes, write
+from evenpipe.schedule import GAINING, OWN_ENDS, SWAP_OUT, WEIGHT_GRADIENT, Schedule, ScheduleError, most_whole
 from evenpipe.schedule.search.costs import held_bytes
 from evenpipe.settings.spelling import command_flag, in_flags
 from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate, simulation_document
@@ -57,6 +58,18 @@ def add_to(commands: Commands) -> None:
     )
     group.add_argument("--link-ms", type=duration_ms, metavar="T", help="neighbour transfer (default 0)")
     group.add_argument("--transfer-ms", type=duration_ms, metavar="T", help="evict or load, with --bpipe (default 0)")
+    group.add_argument(
+        "--swap-mib",
+        type=mebibytes,
+        metavar="X",
+        help="add swaps: X of each micro-batch goes to the host's memory after its forward, and comes back",
+    )
+    group.add_argument(
+        "--host-gbps",
+        type=bandwidth_gbps,
+        metavar="B",
+        help=f"of a stage's link to its host, each way (default {_HOST_GBPS})",
+    )
     group.add_argument("--synchronous-transfers", action="store_true", help="evictors wait for evictions and loads")
     group = parser.add_argument_group("devices", "what GPUs would make of it: prints the makespan on a model of them")
     group.add_argument(
@@ -75,6 +88,8 @@ def add_to(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
+_HOST_GBPS: Final = 50.0  # what is measured over PCI Express 5 x16 of an H100, rounded down (docs/gpu.md)
+
 #: Options of times, which --costs has.
 _TIMES = ("forward_ms", "backward_ms", "weight_gradient_ms", "link_ms", "transfer_ms", "synchronous_transfers")
 
@@ -84,8 +99,14 @@ def _run(arguments: Namespace) -> None:
         _run_front(arguments)
         return
     environment = Environment(arguments.one_queue, arguments.synchronised)
-    program = program_from(arguments, environment.queues)
+    program = program_from(arguments, environment.queues, () if arguments.swap_mib is None else GAINING)
     schedule = program.schedule
+    if arguments.swap_mib is None and arguments.host_gbps is not None:
+        raise UsageError(f"--host-gbps {arguments.host_gbps:g}: nothing is swapped: add --swap-mib, or leave it out")
+    if arguments.swap_mib is not None and environment != PLAIN:
+        raise UsageError(
+            "--swap-mib: the model of devices has no swaps in it: leave --one-queue and --synchronised out, or swaps"
+        )
     if arguments.transfer_ms is not None and not any(schedule.evictions):
         raise UsageError(
             f"--transfer-ms {arguments.transfer_ms:g}: nothing is evicted or loaded: add --bpipe, or leave it out"
@@ -94,7 +115,7 @@ def _run(arguments: Namespace) -> None:
     if arguments.weight_gradient_ms is not None and WEIGHT_GRADIENT not in kinds:
         raise UsageError(f"--weight-gradient-ms: {schedule.name} does not split backwards: leave it out")
     try:
-        costs = _costs(arguments, schedule)
+        costs = _with_swaps(arguments, _costs(arguments, schedule))
         simulation = simulate(program, costs)
         on_devices_ms = None if environment == PLAIN else run_on_devices(program, costs, environment)
     except SimulationError as error:
@@ -107,7 +128,7 @@ def _run(arguments: Namespace) -> None:
         return
     console = console_of()
     console.print(title, style="bold")
-    _print(console, simulation, _bytes(arguments, schedule))
+    _print(console, simulation, _bytes(arguments, schedule), _swaps(schedule, costs))
     if on_devices_ms is not None:
         console.print(
             f"on devices: makespan {on_devices_ms:,.6g} ms ({'one queue' if environment.one_queue else 'many queues'}, "
@@ -182,6 +203,23 @@ def _costs(arguments: Namespace, schedule: Schedule) -> Costs:
     )
 
 
+def _with_swaps(arguments: Namespace, costs: Costs) -> Costs:
+    if arguments.swap_mib is None:
+        return costs
+    wire = Wire.of(arguments.swap_mib * 2**20, arguments.host_gbps or _HOST_GBPS)
+    return replace(costs, wires={**costs.wires, "swap out": wire, "swap in": wire}, awaited_swaps=True)
+
+
+def _swaps(schedule: Schedule, costs: Costs) -> list[tuple[str, str]] | None:
+    """Each stage's micro-batches that are whole at once, and milliseconds that its link is busy each way."""
+    kinds = schedule.table.letters
+    if not kinds & OWN_ENDS:
+        return None
+    outs = (sum(action.kind == SWAP_OUT for action in row) for row in schedule.actions)
+    busy_ms = [count * costs.wires.get("swap out", Wire()).transmit_ms for count in outs]
+    return [(str(most_whole(row)), f"{busy:,.6g}") for row, busy in zip(schedule.actions, busy_ms, strict=True)]
+
+
 def _bytes(arguments: Namespace, schedule: Schedule) -> list[str] | None:
     """Each stage's peak and its cap in bytes; None without --costs."""
     if arguments.costs is None or any(schedule.evictions):
@@ -202,10 +240,14 @@ def _per_stage(option: str, times: tuple[float, ...], stages: int) -> tuple[floa
     return times
 
 
-def _print(console: Console, simulation: Simulation, held: list[str] | None) -> None:
+def _print(
+    console: Console, simulation: Simulation, held: list[str] | None, swaps: list[tuple[str, str]] | None
+) -> None:
     caption = f"makespan {simulation.makespan_ms:,.6g} ms, bubble {simulation.bubble_fraction:.1%}"
     rows = []
     for number, stage in enumerate(simulation.stages):
         times = f"{stage.busy_ms:,.6g}", f"{stage.idle_ms:,.6g}"
         rows.append((str(number), *times, str(stage.peak_live), *(held[number : number + 1] if held else [])))
-    print_table(console, ("stage", "busy ms", "idle ms", "peak live", *["peak bytes"] * bool(held)), rows, caption)
+        rows[-1] += swaps[number] if swaps else ()
+    heads = ("stage", "busy ms", "idle ms", "peak live", *["peak bytes"] * bool(held))
+    print_table(console, (*heads, *("whole", "swaps ms") * bool(swaps)), rows, caption)

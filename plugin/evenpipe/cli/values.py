@@ -20,6 +20,7 @@ __all__ = [
     "durations_ms",
     "gibibytes",
     "group_size",
+    "mebibytes",
     "output_file",
     "picture_file",
     "positive",
@@ -86,6 +87,11 @@ def gibibytes(text: str) -> float:
     if value > 2**30:
         raise argparse.ArgumentTypeError(f"{text} is no amount of memory; give GiB, such as 79.5")
     return value
+
+
+def mebibytes(text: str) -> float:
+    """Return a size in MiB, above zero."""
+    return _above_zero(text, "size", "MiB", "512")
 
 
 def seconds(text: str) -> float:

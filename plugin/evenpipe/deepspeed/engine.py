@@ -23,7 +23,19 @@ from evenpipe.deepspeed.unsupported import refuse_unsupported
 from evenpipe.report.files import check_writable
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.schedule import Program, Programs, Queues, ScheduleError, Size, Step, Unit, links, loop
+from evenpipe.schedule import (
+    GAINING,
+    Program,
+    Programs,
+    Queues,
+    ScheduleError,
+    Size,
+    Step,
+    Swaps,
+    Unit,
+    links,
+    loop,
+)
 from evenpipe.tracing.iteration import IterationTrace, Place, TracedJob
 from evenpipe.two_bw.log import StepLog
 from evenpipe.upstream.ending import end_job
@@ -51,13 +63,14 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         #: What a stage computes that a plan has cut out of the model; None where layers are whole.
         self.cut = first if isinstance(first, CutStage) else None
         refuse_unsupported(self)
-        if section.bpipe or "times" in section.spec.needs:
+        if section.bpipe or section.swap is not None or "times" in section.spec.needs:
             show_saved_tensors(self.module)
         self.group_size = 1 if section.group_size == "auto" else section.group_size
-        swaps = self.cut.plan.swaps if self.cut is not None else ()
+        swaps: Swaps = self.cut.plan.swaps if self.cut is not None else () if section.swap is None else GAINING
         self._programs = Programs(section.spec, section.bpipe, swaps=swaps)
         self._schedules: dict[Size, tuple[Program, ProgramSchedule]] = {}
         self.executor = _executor(self, self._prepare())
+        self.executor.swap(section.swap)
         self._programs = self._programs.for_queues(self.executor.connections.queues)
         if self.cut is not None:
             program, _ = self._schedule(self.micro_batches)
@@ -139,8 +152,8 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
     def _train(self, micro_batches: int) -> None:
         """Carry out the program of a batch."""
         program, ours = self._schedule(micro_batches)
-        evicts = program.schedule.evictions[self.stage_id] > 0
-        stage = EngineStage(self, self._boundary, ours.buffer_of, evicts, self.executor.recording(program))
+        moves = program.schedule.evictions[self.stage_id] > 0 or self.executor.swaps_in(program) is not None
+        stage = EngineStage(self, self._boundary, ours.buffer_of, moves, self.executor.recording(program))
         with self.executor.batch(program, stage) as self._take:
             self._exec_schedule(ours)
 

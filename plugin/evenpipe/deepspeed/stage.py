@@ -92,8 +92,8 @@ class Boundary:
 class EngineStage:
     """One batch on one stage of `engine`; `buffer_of` knows the number of a micro-batch's pipeline buffer.
 
-    Where the stage `evicts`, or recomputes and swaps what a plan chose, autograd's saved tensors are all recorded, and
-    what the engine keeps beside them is freed.
+    Where the stage `moves` what is saved, or recomputes and swaps what a plan chose, autograd's saved tensors are all
+    recorded, and what the engine keeps beside them is freed.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class EngineStage:
         engine: Any,
         boundary: Boundary,
         buffer_of: Callable[[Unit], int],
-        evicts: bool,
+        moves: bool,
         recording: Callable[[Unit], AbstractContextManager[object]] | None = None,
     ) -> None:
         self._engine = engine
         self._boundary = boundary
         self._buffer_of = buffer_of
         self._cut: CutStage | None = engine.cut
-        self._frees = evicts or (self._cut is not None and self._cut.keeper is not None)
+        self._frees = moves or (self._cut is not None and self._cut.keeper is not None)
         self._losses: dict[Unit, Any] = {}
         self._dynamic: bool = engine.module.dynamic_shape
         self._tuples: dict[Unit, bool] = {}

@@ -105,12 +105,16 @@ def _unsupported(engine: Any) -> Iterator[str]:
     if engine.wall_clock_breakdown():
         yield "wall_clock_breakdown: its timers do not work in DeepSpeed's pipelines: leave one of them out"
     for option in ("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing"):
-        if engine.evenpipe.bpipe and getattr(engine._config.activation_checkpointing_config, option, False):
-            yield f"activation_checkpointing.{option}: moves what bpipe would evict: leave one of them out"
+        for setting in ("bpipe", "swap"):
+            on = getattr(engine._config.activation_checkpointing_config, option, False)
+            if on and getattr(engine.evenpipe, setting):
+                yield f"activation_checkpointing.{option}: moves what {setting} would move: leave one of them out"
 
 
 def _not_with_a_plan(engine: Any) -> Iterator[str]:
     path = engine.evenpipe.partition
+    if engine.evenpipe.swap is not None:
+        yield f"partition {path}: what is swapped is the plan's to say: leave swap out, or the plan"
     if engine.module.activation_checkpoint_interval:
         yield (
             f"partition {path}: what is computed again is the plan's to say: leave activation_checkpoint_interval out, "

@@ -24,7 +24,7 @@ class EvenPipe:
 
         pretrain(config, forward_step, callbacks=[EvenPipe(bpipe=True)])
 
-    `schedule`, `bpipe` and `group_size` are as `--evenpipe-schedule`, `--bpipe` and `--group-size`. Bridge asks for its
+    The arguments are as `--evenpipe-schedule`, `--bpipe`, `--group-size` and `--evenpipe-swap`. Bridge asks for its
     schedule before it tells any callback that training starts, so Megatron's choice is replaced as soon as this is
     made, and put back when training has ended. One instance is for one `pretrain`.
 
@@ -32,8 +32,10 @@ class EvenPipe:
     when training starts.
     """
 
-    def __init__(self, schedule: str = "1f1b", *, bpipe: bool = False, group_size: int = 1) -> None:
-        config = EvenPipeConfig.of(schedule=schedule, bpipe=bpipe, group_size=group_size)
+    def __init__(
+        self, schedule: str = "1f1b", *, bpipe: bool = False, group_size: int = 1, swap: float | None = None
+    ) -> None:
+        config = EvenPipeConfig.of(schedule=schedule, bpipe=bpipe, group_size=group_size, swap=swap)
         if config.streams:
             raise ValueError(
                 f"schedule={schedule}: Bridge steps and saves by itself, which a pipeline without flushes has to "
@@ -48,7 +50,7 @@ class EvenPipe:
             raise ValueError("group_size=auto: Bridge saves nothing of what was measured: give a number")
         from evenpipe.megatron.schedule import PipelineSchedule
 
-        self.schedule: PipelineSchedule = PipelineSchedule(config.spec, bpipe, group_size=config.group_size)
+        self.schedule: PipelineSchedule = PipelineSchedule(config.spec, bpipe, group_size=config.group_size, swap=swap)
         self._bpipe = bpipe
         self._patches = in_place_of_megatron(self.schedule)
         self._patches.apply()
@@ -56,7 +58,9 @@ class EvenPipe:
     def on_train_start(self, context: Any) -> None:
         """Called by Bridge, on all ranks: model and optimizer are made, their weights loaded."""
         config = context.state.cfg
-        for refusal in refused_settings(config.model, self._bpipe, "split" in self.schedule.needs):
+        for refusal in refused_settings(
+            config.model, self._bpipe, "split" in self.schedule.needs, self.schedule.swap is not None
+        ):
             raise ValueError(str(refusal))
         if getattr(getattr(config, "inprocess_restart", None), "enabled", False):
             raise ValueError(

@@ -28,6 +28,7 @@ from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.weight_gradients import whole_layers
 from evenpipe.schedule import (
+    GAINING,
     Message,
     Need,
     Places,
@@ -38,6 +39,7 @@ from evenpipe.schedule import (
     ScheduleError,
     Size,
     Spec,
+    Swaps,
     Unit,
     check_offers,
     choose,
@@ -105,6 +107,7 @@ class PipelineSchedule:
     `schedule` is one, a known one's name, or `file:PATH`; "kfkb" goes through `group_size` micro-batches in a row, and
     "1f1b" is interleaved where the model has several chunks a stage. Raises ScheduleError for one that needs more than
     `offers`.
+    `swap`: the share of what each micro-batch saves that may go to the host.
     Keeps its links, pool and memory counter from batch to batch; one instance belongs to one model. With `measure`,
     `executor.counter` knows exactly what this stage holds, and held at most. `measure`, and on all stages alike
     `group_size`, may change between batches.
@@ -121,9 +124,12 @@ class PipelineSchedule:
         measure: bool = False,
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
         group_size: int = 1,
+        swap: float | None = None,
     ) -> None:
-        self.programs = Programs(choose(schedule) if isinstance(schedule, str) else schedule, bpipe)
+        swaps: Swaps = () if swap is None else GAINING
+        self.programs = Programs(choose(schedule) if isinstance(schedule, str) else schedule, bpipe, swaps=swaps)
         self.bpipe = bpipe
+        self.swap = swap
         check_offers(self.programs.spec, self.offers, "megatron-core")
         self.group_size = group_size
         self.measure = measure
@@ -217,7 +223,8 @@ class PipelineSchedule:
         config, release = get_model_config(chunks[0]), self._release
         if overlaps(config) and not self.programs.spec.fused:
             self.programs = Programs(overlapping(self.programs.spec, len(chunks)), self.bpipe, self.programs.queues)
-        refuse_unsupported(config, self.bpipe, chunks, self.bpipe or self.measure, "split" in self.needs)
+        records = self.bpipe or self.measure or self.swap is not None
+        refuse_unsupported(config, self.bpipe, chunks, records, "split" in self.needs, self.swap is not None)
         given = groups_given.pop(release.process_groups_argument, None)
         unknown = [
             *groups_given,
@@ -272,7 +279,7 @@ class PipelineSchedule:
             pipeline.rank(),
             executor.device,
             release,
-            executor.store.recording if self.bpipe or executor.measure else lambda unit: nullcontext(),
+            executor.store.recording if executor.records(program) else lambda unit: nullcontext(),
             self._recomputes(batch, program.schedule, pipeline.rank()),
         )
         try:
@@ -351,6 +358,7 @@ class PipelineSchedule:
                 self.measure,
                 partial(_count_wait, batch.config.timers) if _synchronises(batch.config) else None,
             )
+            self.executor.swap(self.swap)
             self._connected(self)
             if "split" in self.needs and dist.get_rank() == 0 and (whole := whole_layers(chunks)):
                 self.executor.observer.remark(

@@ -83,12 +83,15 @@ _ALWAYS: Mapping[str, str] = {
     "moe_paged_stash": "is started anew before each batch by Megatron's own schedules only",
 }
 
-_WITH_BPIPE: Mapping[str, str] = {
-    "cpu_offloading": "already moves the activations that BPipe would move",
-    "distribute_saved_activations": "keeps saved activations where BPipe cannot see them",
+_MOVING: Mapping[str, str] = {
+    "cpu_offloading": "already moves saved activations",
+    "distribute_saved_activations": "keeps saved activations where they cannot be moved",
 }
-_OWN_MEMORY = "of whole layers keeps all that they save in memory of its own, which BPipe cannot move"
-_WHOLE_LAYERS_WITH_BPIPE: Mapping[str, str] = {
+_OWN_MEMORY = "of whole layers keeps all that they save in memory of its own, which cannot be moved"
+_SWAPPING: Mapping[str, str] = {
+    "overlap_moe_expert_parallel_comm": "computes a forward and a backward together, between which a swap would start",
+}
+_WHOLE_LAYERS_MOVING: Mapping[str, str] = {
     "external_cuda_graph": _OWN_MEMORY,
     "cuda_graph_impl=transformer_engine": _OWN_MEMORY,
 }
@@ -284,18 +287,21 @@ def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:
     yield from _given(args, _ARGUMENTS_WITH_TWO_VERSIONS, remedy)
 
 
-def refused_settings(settings: Any, bpipe: bool, halves: bool = False) -> Iterator[Refusal]:
+def refused_settings(settings: Any, bpipe: bool, halves: bool = False, swaps: bool = False) -> Iterator[Refusal]:
     """Yield a refusal for each of the `settings` that does not go together with EvenPipe's schedules.
 
-    With `bpipe` this includes BPipe, and with `halves` backwards in halves. `settings` is Megatron's model
-    configuration, or its arguments, whose attributes have the same names.
+    With `bpipe` and `swaps` this includes BPipe and swaps, with `halves` backwards in halves. `settings` is Megatron's
+    model configuration, or its arguments, whose attributes have the same names.
     """
     yield from _given(settings, _ALWAYS, "turn it off, or EvenPipe's schedule")
-    if bpipe:
-        yield from _given(settings, _WITH_BPIPE, "turn it off, or BPipe")
+    if bpipe or swaps:
+        ours = " and ".join(["BPipe"] * bpipe + ["swaps"] * swaps)
+        yield from _given(settings, _MOVING, f"turn it off, or {ours}")
         if _captures_whole_layers(settings):
-            remedy = "capture parts of layers alone (--cuda-graph-scope attn moe_router), or turn it or BPipe off"
-            yield from _given(settings, _WHOLE_LAYERS_WITH_BPIPE, remedy)
+            remedy = f"capture parts of layers alone (--cuda-graph-scope attn moe_router), or turn it or {ours} off"
+            yield from _given(settings, _WHOLE_LAYERS_MOVING, remedy)
+    if swaps:
+        yield from _given(settings, _SWAPPING, "turn it off, or swaps")
     if halves:
         yield from _given(settings, _WITH_HALVES, "turn it off, or use 1f1b")
 
@@ -328,17 +334,19 @@ def _given(settings: Any, reasons: Mapping[str, str], remedy: str) -> Iterator[R
             yield Refusal(setting, " ".join(map(str, values)), reason, remedy)
 
 
-def refuse_unsupported(config: Any, bpipe: bool, model: Sequence[Any], records: bool, halves: bool = False) -> None:
+def refuse_unsupported(
+    config: Any, bpipe: bool, model: Sequence[Any], records: bool, halves: bool = False, swaps: bool = False
+) -> None:
     """Raise ValueError with one line that names the setting, why it does not go together, and what to do.
 
-    `model` are the chunks of this stage; `records`: what autograd saves is recorded, for BPipe or to be measured.
+    `model` are the chunks of this stage; `records`: what autograd saves is recorded, to be moved or measured.
     """
-    for refusal in refused_settings(config, bpipe, halves):
+    for refusal in refused_settings(config, bpipe, halves, swaps):
         raise ValueError(str(refusal))
     if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in model):
         raise ValueError(f"use_megatron_fsdp {_FSDP}: turn it off, or EvenPipe's schedule")
     if records and not keeps_identity():
         raise ValueError(
             "activations are recorded under EvenPipe's patches only, or gradients would be lost: apply "
-            "in_place_of_megatron(schedule), or turn BPipe and measure off"
+            "in_place_of_megatron(schedule), or turn BPipe, swaps and measure off"
         )

@@ -10,6 +10,7 @@ from torch import Tensor, UntypedStorage
 
 from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.forward_only import forward_only
+from evenpipe.runtime.host_swaps import HostSwaps
 from evenpipe.runtime.memory import Slot, SlotPool, aligned_bytes
 from evenpipe.runtime.resources import Observer, Resources
 from evenpipe.runtime.stage import FusingStage, SplitStage, Stage, Stepping, VaryingStage
@@ -22,6 +23,7 @@ from evenpipe.schedule import (
     INPUT_GRADIENT,
     LOAD,
     RETURN,
+    SWAP_IN,
     SWAP_OUT,
     WEIGHT_GRADIENT,
     Action,
@@ -33,6 +35,7 @@ from evenpipe.schedule import (
     Program,
     Step,
     Unit,
+    most_whole,
 )
 
 __all__ = ["Executor", "Flow", "Observer"]
@@ -45,6 +48,7 @@ class Executor(Resources):
     """One stage's side of a pipeline, for any number of batches, each on its own or all in one stream."""
 
     _aside_reported = False
+    _host_reported = 0  # bytes
     _broken = False
     _stream: Flow | None = None
 
@@ -89,8 +93,9 @@ class Executor(Resources):
             flow, self._stream = self._stream, None
             if flow is not None:
                 flow.break_off(owed)
-                if self.keeper is not None:
-                    self.keeper.forget()
+                for swaps in (self.keeper, self.swaps):
+                    if swaps is not None:
+                        swaps.forget()
                 self._assert_no_guests()
 
     def forward_only(self, places: Places, micro_batches: int, stage: Stage) -> None:
@@ -112,7 +117,13 @@ class Executor(Resources):
 
     def records(self, program: Program) -> bool:
         """Return whether forwards are recorded: what they save is evicted, measured, swapped or computed again."""
-        return program.schedule.evictions[self.stage_index] > 0 or self.measure or self.keeper is not None
+        evicts = program.schedule.evictions[self.stage_index] > 0
+        return evicts or self.measure or self.keeper is not None or self.swaps_in(program) is not None
+
+    def swaps_in(self, program: Program) -> HostSwaps | None:
+        """Return what swaps a share of what this stage saves, if it swaps any micro-batch under `program`."""
+        swaps_any = any(action.kind == SWAP_OUT for action in program.schedule.actions[self.stage_index])
+        return self.swaps if swaps_any else None
 
     def forget_sizes(self) -> None:
         """Between batches, on all stages alike: the micro-batches that follow have other sizes than those so far."""
@@ -151,6 +162,9 @@ class Executor(Resources):
                 f"stage {self.stage_index} keeps {now / _MIB:.1f} MiB for what its partner evicts, not "
                 f"{before / _MIB:.1f} MiB as before: larger micro-batches, or more of them, than so far"
             )
+        if self.swaps is not None and (held := self.swaps.link.memory.nbytes) > 1.1 * self._host_reported:
+            self._host_reported = held
+            self.observer.remark(self.swaps.line(self.stage_index))
         if not self._aside_reported and (aside := self.store.aside_bytes):
             self._aside_reported = True
             self.observer.remark(
@@ -188,7 +202,9 @@ class Flow:
         self.channels = resources.connections.channels
         self.layouts = resources.layouts
         self.evicts = program.schedule.evictions[resources.stage_index] > 0
-        self.keeper = resources.keeper
+        self.keeper, self.swaps = resources.keeper, resources.swaps_in(program)
+        if self.swaps is not None:
+            self.swaps.most_whole = most_whole(program.schedule.actions[resources.stage_index])
         self.records = resources.records(program)
         self.slots_needed = _most_accepted(program.steps[resources.stage_index])
         self.under_way: dict[Message, Transfer] = {}
@@ -266,14 +282,16 @@ class Flow:
         store, compute = self.resources.store, compute or self.stage.forward
         if not self.records:
             return compute(unit, inputs)
+        if self.swaps is not None:
+            self.swaps.make_room()
         with store.recording(unit):
             outputs = compute(unit, inputs)
             for tensor in inputs or ():
                 store.attach(unit, tensor)
         if self.resources.measure:
             self.resources.counter.note_saved(store.nbytes(unit))
-        if self.evicts:
-            store.seal(unit, like=unit.chunk)
+        if self.evicts or self.swaps is not None:
+            store.seal(unit, like=unit.chunk, host_share=0.0 if self.swaps is None else self.swaps.share)
         return outputs
 
     def stepping_for(self, batch: int) -> Stepping:
@@ -310,10 +328,9 @@ class Flow:
             self.send(message, self.guests[action.unit].tensors)
         else:  # a swap goes beside compute, which waits for it where it needs it: no message is under way
             self.under_way[message] = Transfer((), ())
-            if self.keeper is not None and action.kind == SWAP_OUT:
-                self.keeper.swap_out(action.unit)
-            elif self.keeper is not None:
-                self.keeper.swap_in(action.unit)
+            for swaps in (self.keeper, self.swaps):
+                if swaps is not None:
+                    (swaps.swap_out if action.kind == SWAP_OUT else swaps.swap_in)(action.unit)
         self.resources.observer.started(action)
 
     def evict(self, message: Message, unit: Unit) -> None:
@@ -331,6 +348,8 @@ class Flow:
             for one in followed:
                 self.wait(one.transfer)
         self.receive(message, store.refill(unit, vacated))
+        if self.swaps is not None:  # in the time that the load takes
+            self.swaps.swap_in(unit)
 
     def accept(self, message: Message, unit: Unit) -> None:
         sizes = self.layouts[message.link].receive()
@@ -374,6 +393,8 @@ class Flow:
             self.resources.store.unpack(action.unit)
             if self.keeper is not None:
                 self.keeper.swap_in(action.unit)
+        if self.swaps is not None and action.kind in (LOAD, SWAP_IN):
+            self.swaps.ready(action.unit)
         self.let_go(action)
         self.resources.observer.ended(action)
 

@@ -58,10 +58,27 @@ class HostMemory:
         return f"stage {stage} keeps {self.nbytes / 2**20:.1f} MiB of its host's memory, pinned, for what it swaps"
 
     def lend(self, nbytes: int) -> Block:
-        """Return the block of `nbytes` that has been free for longest; a new one, which takes time, if all are lent."""
-        if not self._free[nbytes]:
-            self.reserve([nbytes])
-        return Block(self._free[nbytes])
+        """Return the block of `nbytes` that has been free for longest; a new one, which takes time, if all are lent.
+
+        A new one is larger by up to an eighth, so that sizes that vary a little share blocks. Raises ValueError if the
+        host has not so much free.
+        """
+        size = nbytes if self._free.get(nbytes) else _rounded(nbytes)
+        if not self._free[size]:
+            free = free_bytes()
+            if free is not None and size > free:
+                raise ValueError(
+                    f"swaps: {size / _GIB:,.2f} GiB more are to go to the memory of the host {socket.gethostname()}, "
+                    f"which has {free / _GIB:,.2f} GiB free: swap a smaller share, or have fewer processes on a host"
+                )
+            self.reserve([size])
+        return Block(self._free[size])
+
+
+def _rounded(nbytes: int) -> int:
+    """Return the next of eight sizes between powers of two."""
+    step = 1 << max(nbytes.bit_length() - 4, 0)
+    return -(-nbytes // step) * step
 
 
 def check_hosts(sizes: Iterable[int], group: dist.ProcessGroup | None) -> None:
@@ -120,12 +137,12 @@ class HostLink:
         block = self.memory.lend(memory.numel())
         if block.through is not None:  # a copy back may still read it
             self._out.wait_event(block.through)
-        return Passage(block, self._start(self._out, memory, block.memory, block))
+        return Passage(block, self._start(self._out, memory, block.memory[: memory.numel()], block))
 
     def back(self, host: Block, memory: Tensor) -> Passage:
         """Start to copy what `out` has brought to the `host` into `memory`, which has to be kept as there."""
         self._back.wait_event(host.through)
-        return Passage(memory, self._start(self._back, host.memory, memory, host))
+        return Passage(memory, self._start(self._back, host.memory[: memory.numel()], memory, host))
 
     def _start(self, stream: streams.Stream, source: Tensor, target: Tensor, block: Block) -> Callable[[], None]:
         # What is copied has been computed by then; and memory that is copied into may have been used by others before.

@@ -17,8 +17,8 @@ class MemoryCounter:
 
     Sizes are in bytes, units in micro-batches (times model chunks). `peak_bytes` and `peak_units` are peaks of the sum
     of own and accepted, which need not have peaked at the same moment; `evicted_bytes` is the total given to the
-    partner: all since the last `reset_peak`. `largest_saved`: what one micro-batch saved at most; `largest_sent`: the
-    largest message to a neighbour.
+    partner, and `swapped_bytes` to the host: all since the last `reset_peak`. `largest_saved`: what one micro-batch
+    saved at most; `largest_sent`: the largest message to a neighbour.
     """
 
     own_bytes: int = 0
@@ -28,6 +28,7 @@ class MemoryCounter:
     peak_bytes: int = 0
     peak_units: int = 0
     evicted_bytes: int = 0
+    swapped_bytes: int = 0
     largest_saved: int = 0
     largest_sent: int = 0
 
@@ -71,10 +72,10 @@ class MemoryCounter:
         self.peak_units = max(self.peak_units, self.own_units + self.accepted_units)
 
     def reset_peak(self) -> None:
-        """Start a new period: peaks fall to what is live now, the evicted total to zero."""
+        """Start a new period: peaks fall to what is live now, the totals of what left to zero."""
         self.peak_bytes = self.own_bytes + self.accepted_bytes
         self.peak_units = self.own_units + self.accepted_units
-        self.evicted_bytes = 0
+        self.evicted_bytes = self.swapped_bytes = 0
 
 
 # Every data type and vectorised copy (16 bytes on a GPU, 64 on a CPU) is content with it, and little is lost by it.

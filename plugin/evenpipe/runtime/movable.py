@@ -18,7 +18,7 @@ from torch import Tensor
 
 from evenpipe.runtime.saved import PLAIN, Geometry, SavedStorage
 
-__all__ = ["may_depart"]
+__all__ = ["chosen_for_host", "may_depart"]
 
 
 def may_depart(saved: SavedStorage, aliases: Sequence[Tensor | Geometry]) -> bool:
@@ -35,6 +35,21 @@ def may_depart(saved: SavedStorage, aliases: Sequence[Tensor | Geometry]) -> boo
     if sys.getrefcount(saved.storage) != _references_of_one_holder():
         return False
     return all(isinstance(alias, Tensor) and _can_be_rebuilt(alias) for alias in aliases)
+
+
+def chosen_for_host(sealed: Sequence[SavedStorage], limit: int) -> set[SavedStorage]:
+    """Return which of the `sealed` storages, in the order that they were saved, to swap: at most `limit` bytes.
+
+    The larger first, which frees more for each copy that is started; of equal ones that saved first, whose backward
+    comes last (DawnPiper §4.3, after Capuchin: by the bytes freed in the time that the link takes, and the distance
+    between two uses).
+    """
+    chosen = set[SavedStorage]()
+    for saved in sorted(sealed, key=lambda saved: -saved.nbytes):
+        if saved.nbytes <= limit:
+            chosen.add(saved)
+            limit -= saved.nbytes
+    return chosen
 
 
 def _can_be_rebuilt(tensor: Tensor) -> bool:

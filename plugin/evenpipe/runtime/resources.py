@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evenpipe.runtime.channel import Layouts
 from evenpipe.runtime.connections import Connections
+from evenpipe.runtime.host_swaps import HostSwaps
 from evenpipe.runtime.memory import MemoryCounter, SlotPool
 from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.store import ActivationStore
@@ -50,9 +51,9 @@ class Resources:
     It has the connections, the acceptor's pool, the layouts of what varies and the memory counter. `parameters` are
     left out of what is saved and counted. Without `measure`, own activations are recorded (some 2 µs a saved tensor) on
     evicting stages only, and the counter knows of nothing else. `keeper`: of a stage that recomputes or swaps what its
-    plan chose; it records too. `exposed` has how long compute waited for evictions and loads, on either side, in the
-    last measured batch; `computed` has how long compute lasted in it. With `waited` every wait for a neighbour is
-    timed, for which the host waits too.
+    plan chose; it records too. `swaps`: of one that swaps a share, as `swap` has it. `exposed` has how long compute
+    waited for evictions and loads, on either side, in the last measured batch; `computed` has how long compute lasted
+    in it. With `waited` every wait for a neighbour is timed, for which the host waits too.
     """
 
     def __init__(
@@ -76,9 +77,16 @@ class Resources:
         self.measure = measure
         self.waited = waited
         self.keeper: Keeper | None = None
+        self.swaps: HostSwaps | None = None
         self.clock = clock_for(device)
         self.exposed = Stopwatch(self.clock)
         self.computed = Stopwatch(self.clock)
+
+    def swap(self, share: float | None) -> None:
+        """Have this stage swap at most a `share` of what each micro-batch saves; None: nothing. All stages call it."""
+        if share is not None:
+            self.swaps = HostSwaps(self.store, self.device, share)
+            self.connections.compare(self.swaps.link.named)
 
 
 class StageFigures(NamedTuple):

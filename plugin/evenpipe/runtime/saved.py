@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from evenpipe.runtime.memory import MemoryCounter
 __all__ = [
     "APART",
     "Composition",
+    "Departure",
+    "Destination",
     "Geometry",
     "Recording",
     "SavedComposition",
@@ -90,7 +92,9 @@ class SavedStorage:
     def fetched(self) -> torch.UntypedStorage:
         """Return the memory, for a backward. Raises RuntimeError if it is not here."""
         if self.storage is None:
-            raise RuntimeError("saved activations are at the partner stage: they must be loaded before their backward")
+            raise RuntimeError(
+                "saved activations are at the partner stage or on the host: they must be loaded before their backward"
+            )
         return self.storage
 
     def awaits(self) -> Any:
@@ -164,21 +168,47 @@ class SavedTensor:
             self.version = self.tensor._version
 
 
+#: Where saved activations are between forward and backward, if not on their device: partner stage or own host.
+Destination: TypeAlias = Literal["partner", "host"]
+
+
+class Departure:
+    """The storages of one micro-batch that leave together, and how far they have come."""
+
+    __slots__ = ("away", "counter", "emptied", "groups", "message", "sealed")
+
+    def __init__(self, counter: MemoryCounter) -> None:
+        self.counter = counter
+        self.sealed: list[weakref.ref[SavedStorage]] = []  # what may depart
+        # What has departed and is not back: the storages that travel as one tensor, for each tensor of the message; and
+        # the attached tensors that have lost their memory.
+        self.groups: list[list[SavedStorage]] = []
+        self.emptied: list[tuple[weakref.ref[Tensor], Geometry, SavedStorage]] = []
+        self.message: list[Tensor] = []  # that departs or arrives, while its memory is here
+        self.away = False
+
+    def carry(self, tensor: Tensor) -> None:
+        """Make `tensor` the next one of the message, and count it."""
+        self.message.append(tensor)
+        self.counter.add_own(tensor.numel())
+
+    def put_down(self) -> Tensor:
+        """Take the first tensor out of the message, and count it no more."""
+        self.counter.add_own(-self.message[0].numel())
+        return self.message.pop(0)
+
+
 class Recording:
     """One micro-batch's saved tensors. Its handles own it, so it dies when autograd has let go of the last one."""
 
     __slots__ = (
         "__weakref__",
         "attached",
-        "away",
         "counter",
-        "emptied",
-        "groups",
+        "departures",
         "handles",
         "lasting",
-        "message",
         "number",
-        "sealed",
     )
 
     def __init__(self, number: int, counter: MemoryCounter) -> None:
@@ -186,14 +216,8 @@ class Recording:
         self.counter = counter
         self.handles: list[weakref.ref[SavedTensor]] = []
         self.attached: list[weakref.ref[Tensor]] = []
-        self.sealed: list[weakref.ref[SavedStorage]] = []  # what may depart
         self.lasting: Counter[str] = Counter()  # bytes that stay with autograd, by type
-        # What has departed and is not back: the storages that travel as one tensor, for each tensor of the message; and
-        # the attached tensors that have lost their memory.
-        self.groups: list[list[SavedStorage]] = []
-        self.emptied: list[tuple[weakref.ref[Tensor], Geometry, SavedStorage]] = []
-        self.message: list[Tensor] = []  # that departs or arrives, while its memory is here
-        self.away = False
+        self.departures: dict[Destination, Departure] = {"partner": Departure(counter), "host": Departure(counter)}
         counter.add_own_units(1)
 
     def by_storage(self) -> dict[SavedStorage, list[SavedTensor]]:
@@ -209,20 +233,11 @@ class Recording:
         tensors = [tensor for reference in self.attached if (tensor := reference()) is not None]
         return [tensor for tensor in tensors if tensor.untyped_storage() is saved.storage]
 
-    def carry(self, tensor: Tensor) -> None:
-        """Make `tensor` the next one of the message, and count it."""
-        self.message.append(tensor)
-        self.counter.add_own(tensor.numel())
-
-    def put_down(self) -> Tensor:
-        """Take the first tensor out of the message, and count it no more."""
-        self.counter.add_own(-self.message[0].numel())
-        return self.message.pop(0)
-
     def __del__(self) -> None:
-        while self.message:
-            self.put_down()
-        if not self.away:
+        for departure in self.departures.values():
+            while departure.message:
+                departure.put_down()
+        if not self.departures["partner"].away:
             self.counter.add_own_units(-1)
 
 

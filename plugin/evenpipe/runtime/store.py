@@ -15,8 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from evenpipe.runtime import streams
 from evenpipe.runtime.memory import MemoryCounter
-from evenpipe.runtime.movable import may_depart
+from evenpipe.runtime.movable import chosen_for_host, may_depart
 from evenpipe.runtime.saved import (
+    Departure,
+    Destination,
     Geometry,
     Recording,
     SavedStorage,
@@ -176,9 +178,10 @@ class ActivationStore:
         if recording is not None and all(known() is not tensor for known in recording.attached):
             recording.attached.append(weakref.ref(tensor))
 
-    def seal(self, key: Hashable, like: Hashable = None) -> tuple[int, ...]:
+    def seal(self, key: Hashable, like: Hashable = None, host_share: float = 0.0) -> tuple[int, ...]:
         """Decide what of this micro-batch can move: all storages that nobody else holds. Return their sizes in bytes.
 
+        Of these, some are to go to the host (`chosen_for_host`): at most `host_share` of all bytes that are saved.
         Call it right after the forward pass, before its outputs are handed on: later on, messages hold what they carry.
         Whatever anybody else holds (another micro-batch, the data set, a module's buffer, a ctx attribute) is left out.
         On the host, a collective's thread lets go of its tensors a little after it has been waited for: where fewer
@@ -195,81 +198,87 @@ class ActivationStore:
             time.sleep(_LOOK_SECONDS)
             sealed = self._free_to_move(recording)
         self._most[like] = max(len(sealed), self._most.get(like, 0))
-        recording.sealed = [weakref.ref(saved) for saved in sealed]
+        chosen = chosen_for_host(sealed, int(host_share * sum(saved.nbytes for saved in recording.by_storage())))
+        recording.departures["host"].sealed = [weakref.ref(saved) for saved in sealed if saved in chosen]
+        recording.departures["partner"].sealed = [weakref.ref(saved) for saved in sealed if saved not in chosen]
         aside = sum(saved.nbytes for saved in recording.by_storage() if saved.movable and saved.aside)
         self.aside_bytes = max(self.aside_bytes, aside)
         return tuple(saved.nbytes for saved in sealed)
 
-    def ship(self, key: Hashable) -> list[Tensor]:
-        """Make a message, of uint8 tensors, of what `seal` decided on; `release` ends the departure.
+    def ship(self, key: Hashable, to: Destination = "partner") -> list[Tensor]:
+        """Make a message, of uint8 tensors, of what `seal` decided to send there; `release` ends the departure.
 
         Large storages travel as they are. Small ones are packed, which is enqueued on the current stream, and their
         memory is free at once. From now on until `unpack` a backward of this micro-batch is refused.
         """
         recording = self._recordings.get(key)
-        if recording is None or recording.away:
+        if recording is None or (leaving := recording.departures[to]).away:
             return []
-        if not recording.groups:
-            recording.groups = grouped(saved for reference in recording.sealed if (saved := reference()) is not None)
-            handles = recording.by_storage()
-            for group in recording.groups:
+        if not leaving.groups:
+            leaving.groups = grouped(saved for reference in leaving.sealed if (saved := reference()) is not None)
+            handles = recording.by_storage() if leaving.groups else {}
+            for group in leaving.groups:
                 tensor = packed(group)
                 for saved in group:
-                    _empty(saved, handles.get(saved, ()), recording)
-                recording.carry(tensor)
-        return list(recording.message)
+                    _empty(saved, handles.get(saved, ()), recording, leaving)
+                leaving.carry(tensor)
+        return list(leaving.message)
 
-    def release(self, key: Hashable) -> list[torch.UntypedStorage]:
+    def release(self, key: Hashable, to: Destination = "partner") -> list[torch.UntypedStorage]:
         """Let go of what `ship` made, and return its memory, which is free with that and the message's tensors."""
         recording = self._recordings.get(key)
-        if recording is None or recording.away:
+        if recording is None or (leaving := recording.departures[to]).away:
             return []
-        vacated = []
-        while recording.message:
-            tensor = recording.put_down()
-            self.counter.evicted_bytes += tensor.numel()
-            vacated.append(tensor.untyped_storage())
-        recording.away = True
-        self.counter.add_own_units(-1)
+        vacated = [leaving.put_down().untyped_storage() for _ in leaving.message.copy()]
+        leaving.away = True
+        nbytes = sum(storage.nbytes() for storage in vacated)
+        if to == "host":
+            self.counter.swapped_bytes += nbytes
+        else:
+            self.counter.evicted_bytes += nbytes
+            self.counter.add_own_units(-1)
         return vacated
 
     def fits(self, key: Hashable, vacated: Iterable[torch.UntypedStorage]) -> bool:
         """Return whether all that `refill` would need is among what has been `vacated`, or nothing has been."""
         recording = self._recordings.get(key)
         room = list(vacated)
-        if recording is None or not recording.away or not room:
+        if recording is None or not (coming := recording.departures["partner"]).away or not room:
             return True
-        return all(taken(group, room) is not None for group in recording.groups)
+        return all(taken(group, room) is not None for group in coming.groups)
 
-    def refill(self, key: Hashable, vacated: Iterable[torch.UntypedStorage] = ()) -> list[Tensor]:
+    def refill(
+        self, key: Hashable, vacated: Iterable[torch.UntypedStorage] = (), origin: Destination = "partner"
+    ) -> list[Tensor]:
         """Find memory to receive what `ship` made into: uint8 tensors of the same number and sizes.
 
         Of what another micro-batch has `vacated`, memory of the same size is used again; the rest is allocated.
         """
         recording = self._recordings.get(key)
-        if recording is None or not recording.away:
+        if recording is None or not (coming := recording.departures[origin]).away:
             return []
         room = list(vacated)
-        for group in recording.groups:
-            recording.carry(memory_for(group, room))
-        recording.away = False
-        self.counter.add_own_units(1)
+        for group in coming.groups:
+            coming.carry(memory_for(group, room))
+        coming.away = False
+        if origin == "partner":
+            self.counter.add_own_units(1)
         self.counter.note_peak()
-        return list(recording.message)
+        return list(coming.message)
 
-    def unpack(self, key: Hashable) -> None:
+    def unpack(self, key: Hashable, origin: Destination = "partner") -> None:
         """Put what was received into `refill`'s memory where it belongs: this micro-batch is here again.
 
         What was packed is copied, on the current stream, and the memory that it arrived in is free at once.
         """
         recording = self._recordings.get(key)
-        if recording is None or recording.away:
+        if recording is None or (coming := recording.departures[origin]).away:
             return
-        groups, recording.groups = recording.groups, []
-        emptied, recording.emptied = recording.emptied, []
+        groups, coming.groups = coming.groups, []
+        emptied, coming.emptied = coming.emptied, []
         handles = recording.by_storage()
         for group in groups:
-            unpack(recording.put_down(), group)
+            unpack(coming.put_down(), group)
             for saved in group:
                 assert saved.storage is not None, "it has been unpacked"
                 for handle in handles.get(saved, ()):
@@ -354,10 +363,10 @@ class ActivationStore:
         ]
 
 
-def _empty(saved: SavedStorage, handles: Iterable[SavedTensor], recording: Recording) -> None:
+def _empty(saved: SavedStorage, handles: Iterable[SavedTensor], recording: Recording, leaving: Departure) -> None:
     """Have nobody hold this storage any more: neither handles nor the tensors attached to its micro-batch."""
     for tensor in recording.attached_to(saved):
-        recording.emptied.append((weakref.ref(tensor), Geometry.of(tensor), saved))
+        leaving.emptied.append((weakref.ref(tensor), Geometry.of(tensor), saved))
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     for handle in handles:
         handle.drop()

@@ -43,7 +43,11 @@ from evenpipe.schedule.known import SEARCHED, find, names, own
 from evenpipe.schedule.lower import Beside, Lazy, Program, Step, lower
 from evenpipe.schedule.order import Clock, Queues, strictest
 from evenpipe.schedule.passes import (
+    GAINING,
+    Swaps,
+    awaited_swaps,
     batch_of,
+    most_whole,
     required_version,
     returns_beside,
     swapped_at_once,
@@ -65,6 +69,7 @@ __all__ = [
     "DEPARTING",
     "EVICT",
     "FORWARD",
+    "GAINING",
     "INPUT_GRADIENT",
     "KINDS",
     "LOAD",
@@ -103,8 +108,10 @@ __all__ = [
     "Spec",
     "Step",
     "Stream",
+    "Swaps",
     "Unit",
     "Wiring",
+    "awaited_swaps",
     "balance",
     "batch_of",
     "build",
@@ -115,6 +122,7 @@ __all__ = [
     "links",
     "loop",
     "lower",
+    "most_whole",
     "names",
     "needs_of",
     "offered",

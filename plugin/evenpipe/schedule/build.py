@@ -6,7 +6,7 @@ Compute order, passes, proof: see :func:`build`.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Final
@@ -16,7 +16,7 @@ from evenpipe.schedule.bpipe import balance
 from evenpipe.schedule.known import find, own
 from evenpipe.schedule.lower import Program
 from evenpipe.schedule.order import Queues
-from evenpipe.schedule.passes import with_swaps, with_updates
+from evenpipe.schedule.passes import Swaps, with_swaps, with_updates
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import Need, Size, Spec
 from evenpipe.schedule.topology import loop
@@ -63,13 +63,11 @@ def without_cycle_collector() -> Iterator[None]:
 
 
 @without_cycle_collector()
-def build(
-    spec: Spec | str, size: Size, bpipe: bool = False, queues: Queues = "many", swaps: Collection[int] = ()
-) -> Program:
+def build(spec: Spec | str, size: Size, bpipe: bool = False, queues: Queues = "many", swaps: Swaps = ()) -> Program:
     """Return the verified program of a schedule, given or named, for p stages and m micro-batches.
 
-    ``queues``: see :class:`evenpipe.schedule.Program`. ``swaps``: the positions of the model's parts that swap
-    tensors to their hosts and back (:func:`evenpipe.schedule.with_swaps`).
+    ``queues``: see :class:`evenpipe.schedule.Program`. ``swaps``: what swaps tensors to its host and back
+    (:func:`evenpipe.schedule.with_swaps`): parts of the model by their positions, or :data:`GAINING`.
 
     Raises :class:`ScheduleError` with one line that names the argument, for an unknown name, a size that cannot be, and
     ``bpipe`` where it has nothing to balance.
@@ -81,9 +79,11 @@ def build(
         if bpipe != any(spec.table.evictions):
             evicts, remedy = ("nothing", "leave bpipe out") if bpipe else ("to partner stages", "add bpipe")
             raise ScheduleError(f"bpipe: the table of {spec.name} evicts {evicts}, and is run as it is: {remedy}")
-        if swaps:
+        if not swaps:
+            return verify(spec.table, bpipe, queues)
+        if not isinstance(swaps, str) or "swap" in spec.needs:
             raise ScheduleError(f"swaps: the table of {spec.name} is run as it is: leave swaps out")
-        return verify(spec.table, bpipe, queues)
+        return verify(with_swaps(spec.table, swaps), bpipe, queues)
     with _faults_of(spec):
         schedule = Schedule(
             spec.name,
@@ -168,9 +168,7 @@ class Programs:
     ``queues``, ``swaps``: see :func:`build`.
     """
 
-    def __init__(
-        self, spec: Spec | str, bpipe: bool = False, queues: Queues = "many", swaps: Collection[int] = ()
-    ) -> None:
+    def __init__(self, spec: Spec | str, bpipe: bool = False, queues: Queues = "many", swaps: Swaps = ()) -> None:
         self.spec = find(spec) if isinstance(spec, str) else spec
         self.bpipe = bpipe
         self.queues = queues

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Final, Literal, TypeAlias
 
 from evenpipe.schedule.actions import (
     BACKWARD,
@@ -13,16 +14,22 @@ from evenpipe.schedule.actions import (
     FINISHING,
     FORWARD,
     INPUT_GRADIENT,
+    LOAD,
     SWAP_IN,
     SWAP_OUT,
     UPDATE,
     Action,
     ScheduleError,
+    Unit,
 )
 from evenpipe.schedule.schedule import Schedule
 
 __all__ = [
+    "GAINING",
+    "Swaps",
+    "awaited_swaps",
     "batch_of",
+    "most_whole",
     "required_version",
     "returns_beside",
     "swapped_at_once",
@@ -30,6 +37,10 @@ __all__ = [
     "with_swaps",
     "with_updates",
 ]
+
+#: Which units swap: all of the model's parts at these positions, or on every stage those that gain by it.
+Swaps: TypeAlias = Collection[int] | Literal["gaining"]
+GAINING: Final = "gaining"
 
 
 def batch_of(micro_batch: int, micro_batches: int) -> int:
@@ -69,25 +80,75 @@ def _insert(row: tuple[Action, ...], updates: dict[int, Action]) -> Iterator[Act
             yield updates[action.micro_batch]
 
 
-def with_swaps(schedule: Schedule, positions: Collection[int]) -> Schedule:
-    """``schedule`` in which the parts of the model at these ``positions`` swap some tensors of every micro-batch.
+def with_swaps(schedule: Schedule, swaps: Swaps) -> Schedule:
+    """Return ``schedule`` in which units of the parts of the model at these positions swap tensors to the host.
 
     They start to leave right after the forward. They start to come back one action before the backward where that is a
     forward, beside which the link then works: no earlier, for in the backward before it the stage holds what comes back
     of that one's micro-batch, and later memory would have to be free for both. A unit that is evicted leaves what is
     swapped behind on its own host, and has it back when it is loaded: no tensor moves twice.
 
+    :data:`GAINING`: units of any part that have time to leave, to be away and to come back, each beside compute of
+    another unit. They come back beside a backward too, if the stage then has room (:func:`most_whole`).
+
     Raises :class:`ScheduleError` for a position that the model does not have.
     """
+    if isinstance(swaps, str):
+        return replace(schedule, actions=tuple(map(_swapping_what_gains, schedule.actions)))
     parts = schedule.places.order
-    odd = next((position for position in positions if not 0 <= position < len(parts)), None)
+    odd = next((position for position in swaps if not 0 <= position < len(parts)), None)
     if odd is not None:
         raise ScheduleError(f"swaps={odd}: the model has parts 0 to {len(parts) - 1}")
     rows = []
     for stage, row in enumerate(schedule.actions):
-        chunks = {parts[position].chunk for position in positions if parts[position].stage == stage}
-        rows.append(tuple(_swapping(row, chunks)) if chunks else row)
+        chunks = {parts[position].chunk for position in swaps if parts[position].stage == stage}
+        units = {action.unit for action in row if action.kind == FORWARD and action.chunk in chunks}
+        rows.append(_swapping(row, units, room=0) if units else row)
     return replace(schedule, actions=tuple(rows))
+
+
+def most_whole(row: Sequence[Action]) -> int:
+    """Return the most units of its own that a stage with these actions has whole when one is forwarded.
+
+    One is whole from its forward on, but for the time between a swap out and the swap in, or load. It has left when the
+    next forward begins.
+    """
+    whole, most = set[Unit](), 0
+    leaving = set[Unit]()
+    for action in row:
+        if action.kind == FORWARD:
+            whole = whole - leaving | {action.unit}
+            most = max(most, len(whole))
+        elif action.kind == SWAP_OUT:
+            leaving.add(action.unit)
+        elif action.kind in (SWAP_IN, LOAD):
+            leaving.discard(action.unit)
+            whole.add(action.unit)
+        elif action.kind in FINISHING:
+            whole.discard(action.unit)
+    return most
+
+
+def awaited_swaps(row: Sequence[Action]) -> dict[int, list[int]]:
+    """By an action's place in ``row``, the places of the swaps out that have to be complete before it.
+
+    Before a unit is forwarded or comes back, as many of the oldest as :func:`most_whole` needs; and a unit's own.
+    """
+    most, awaited = most_whole(row), dict[int, list[int]]()
+    whole, leaving = set[Unit](), dict[Unit, int]()
+    for at, action in enumerate(row):
+        if action.kind == SWAP_OUT:
+            leaving[action.unit] = at
+        elif action.kind in FINISHING:
+            whole.discard(action.unit)
+        elif action.kind in (FORWARD, SWAP_IN, LOAD):
+            first = [action.unit] if action.unit in leaving else []
+            oldest = [unit for unit in leaving if unit not in first]
+            due = first + oldest[: max(0, len(whole - {*first}) + 1 - most)]
+            if due:
+                awaited[at] = [leaving.pop(unit) for unit in due]
+            whole = whole - {*due} | {action.unit}
+    return awaited
 
 
 def swapping(schedule: Schedule) -> tuple[int, ...]:
@@ -121,20 +182,45 @@ def returns_beside(last: Action | None, action: Action) -> bool:
     return last is not None and last.kind == FORWARD and last.unit != action.unit
 
 
-def _swapping(row: Sequence[Action], chunks: Collection[int]) -> Iterator[Action]:
+def _swapping_what_gains(row: tuple[Action, ...]) -> tuple[Action, ...]:
+    begun: dict[Unit, int] = {}  # the place of each unit's forward among the compute actions
+    units = {action.unit for action in row if action.kind == EVICT}
+    for at, action in enumerate(action for action in row if action.kind in COMPUTE):
+        if action.kind == FORWARD:
+            begun[action.unit] = at
+        elif action.kind in (BACKWARD, INPUT_GRADIENT) and at - begun[action.unit] > 3:
+            units.add(action.unit)
+    return _swapping(row, units, most_whole(_swapping(row, units, room=0))) if units else row
+
+
+def _swapping(row: Sequence[Action], units: Collection[Unit], room: int) -> tuple[Action, ...]:
+    """Return ``row`` with swaps of these units; beside a backward they come if fewer than ``room`` are whole."""
     evicted = {action.unit for action in row if action.kind == EVICT}
-    before: dict[int, Action] = {}
-    last = -1  # the last compute action so far
+    back = defaultdict[int, list[Action]](list)  # by the place before which it starts to come
+    whole, leaving = set[Unit](), set[Unit]()  # when the compute action before starts, whose place is `last`
+    last = -1
     for at, action in enumerate(row):
         if action.kind not in COMPUTE:
             continue
-        if action.kind in (BACKWARD, INPUT_GRADIENT) and action.chunk in chunks and action.unit not in evicted:
-            beside = returns_beside(row[last] if last >= 0 else None, action)
-            before[last if beside else at] = Action(SWAP_IN, *action.unit)
+        before = row[last] if last >= 0 else None
+        if action.kind in (BACKWARD, INPUT_GRADIENT) and action.unit in units:
+            beside = returns_beside(before, action)
+            if before is not None and before.kind != FORWARD and before.unit != action.unit:
+                beside = len(whole) < room
+            if action.unit not in evicted:
+                back[last if beside else at].append(Action(SWAP_IN, *action.unit))
+            whole.add(action.unit)
+        whole -= leaving
+        leaving.clear()
+        if before is not None and before.kind == FORWARD:
+            whole.add(before.unit)
+            leaving.update({before.unit} if before.unit in units else ())
+        elif before is not None and before.kind in FINISHING:
+            whole.discard(before.unit)
         last = at
+    merged: list[Action] = []
     for at, action in enumerate(row):
-        if at in before:
-            yield before[at]
-        yield action
-        if action.kind == FORWARD and action.chunk in chunks:
-            yield Action(SWAP_OUT, *action.unit)
+        merged += [*back[at], action]
+        if action.kind == FORWARD and action.unit in units:
+            merged.append(Action(SWAP_OUT, *action.unit))
+    return tuple(merged)

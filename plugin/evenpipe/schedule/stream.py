@@ -19,7 +19,7 @@ theorem), and each stage's part of the order goes on as it repeats. This proof d
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from operator import ne
@@ -39,6 +39,7 @@ from evenpipe.schedule.actions import (
 from evenpipe.schedule.build import build
 from evenpipe.schedule.lower import Lazy, Program, Step, check_gatherings, steps_of
 from evenpipe.schedule.order import Queues
+from evenpipe.schedule.passes import Swaps
 from evenpipe.schedule.schedule import fault_of, marked
 from evenpipe.schedule.spec import Size, Spec, alternate, units
 from evenpipe.schedule.table import Column, following
@@ -52,7 +53,7 @@ _DEFECT = "this is a defect of evenpipe: report it, and run without bpipe"
 class Stream:
     """The steps of a schedule without flushes, for ever: the schedule of any number of batches begins so.
 
-    ``swaps``: the positions of the model's parts that swap tensors to their hosts. ``program``: the unrolled stretch.
+    ``swaps``: see :func:`build`. ``program``: the unrolled stretch.
     Raises ScheduleError where :func:`build` does.
     """
 
@@ -63,7 +64,7 @@ class Stream:
         micro_batches: int,
         bpipe: bool = False,
         queues: Queues = "many",
-        swaps: Collection[int] = (),
+        swaps: Swaps = (),
     ) -> None:
         if spec.update_follows is None:
             raise ScheduleError(f"schedule={spec.name}: flushes, or ends with its last batch: choose 2bw")

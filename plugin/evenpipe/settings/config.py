@@ -48,6 +48,15 @@ class EvenPipeConfig(BaseModel):
         description="level the memory of pipeline stages: early stages evict saved activations to a partner stage",
         json_schema_extra={"flag": "--bpipe"},
     )
+    swap: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="the share of each micro-batch's saved activations that may wait for its backward in the memory of "
+        "the host: 0.5 is half of the bytes (default: nothing is swapped)",
+        json_schema_extra={"flag": "--evenpipe-swap", "metavar": "SHARE"},
+    )
     group_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         1,
         description="kfkb: micro-batches whose forwards, and then backwards, a stage runs in a row; auto measures the "
@@ -146,7 +155,7 @@ class EvenPipeConfig(BaseModel):
     @property
     def active(self) -> bool:
         """Return whether EvenPipe carries out the pipeline schedule."""
-        return self.bpipe or self.schedule is not None or self.partition is not None
+        return self.bpipe or self.swap is not None or self.schedule is not None or self.partition is not None
 
 
 def first_problem(error: ValidationError) -> tuple[tuple[int | str, ...], Any, str]:

@@ -131,6 +131,18 @@ CONTRADICTIONS: Final = (
         "use 1f1b",
     ),
     Contradiction(
+        "swap",
+        lambda config: config.swap is not None and config.measures,
+        "{group_size:auto} and {schedule:searched} choose by the memory of micro-batches that stay on the device",
+        "give {group_size} a number or {schedule} another name, or leave {swap} out",
+    ),
+    Contradiction(
+        "swap",
+        lambda config: config.swap is not None and config.streams,
+        "with {schedule:=} a stage keeps micro-batches from batch to batch, whose swaps are not supported",
+        "use another schedule, or leave {swap} out",
+    ),
+    Contradiction(
         "trace",
         lambda config: config.trace is not None and config.bpipe and config.streams,
         "with {schedule:=} and {bpipe:true} partners are amid transfers between batches, where a trace begins",

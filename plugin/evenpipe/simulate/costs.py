@@ -49,6 +49,8 @@ class Costs:
     out is free.
     links: single links that differ from their kind.
     synchronous_transfers: an evictor waits for each of its evictions and loads before it goes on.
+    awaited_swaps: a stage waits for swaps out until there is room for what comes, as
+    :func:`evenpipe.schedule.awaited_swaps` has it. A plan's stages wait inside their forwards, whose times have it.
 
     Raises SimulationError when a time is negative or not finite, or when the two tuples differ in length.
     """
@@ -58,6 +60,7 @@ class Costs:
     wires: Mapping[LinkKind, Wire] = field(default_factory=dict)
     links: Mapping[Link, Wire] = field(default_factory=dict)
     synchronous_transfers: bool = False
+    awaited_swaps: bool = False
     weight_gradient_ms: tuple[float, ...] | None = None
     parts_ms: tuple[tuple[tuple[float, float, float], ...], ...] | None = None
 

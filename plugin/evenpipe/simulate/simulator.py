@@ -30,6 +30,7 @@ from evenpipe.schedule import (
     Kind,
     Lazy,
     Program,
+    awaited_swaps,
     without_cycle_collector,
 )
 from evenpipe.simulate.costs import Costs, SimulationError, Wire, costs_of_chunks
@@ -82,7 +83,15 @@ def simulate(
     network = Network([costs.wire(link) for link in wiring.links], wiring.link_of)
     synchronous = _OF_PAIRS if costs.synchronous_transfers else frozenset()
     clocks = [
-        _StageClock(program, stage, costs.of(stage, chunks), network, MemoryCurve(unit_bytes, left_bytes), synchronous)
+        _StageClock(
+            program,
+            stage,
+            costs.of(stage, chunks),
+            network,
+            MemoryCurve(unit_bytes, left_bytes),
+            synchronous,
+            costs.awaited_swaps,
+        )
         for stage in range(stages)
     ]
     makespan_ms = _makespan(clocks, network)
@@ -193,7 +202,7 @@ class _StageClock:
     """The time of one stage, which computes, starts transfers, and waits where it must; and its ``memory``, if asked.
 
     ``takes_ms``: per model chunk, what each kind of compute takes. ``synchronous``: transfers that the stage waits for
-    before it goes on.
+    before it goes on. ``awaits_swaps``: as in `Costs`.
     """
 
     def __init__(
@@ -204,6 +213,7 @@ class _StageClock:
         network: Network,
         memory: MemoryCurve | None = None,
         synchronous: Collection[Kind] = (),
+        awaits_swaps: bool = False,
     ) -> None:
         wiring = program.wiring
         self.stage = stage
@@ -212,7 +222,9 @@ class _StageClock:
         self._change = _nothing if memory is None else memory.change
         self._wiring = wiring
         self._order = program.order
-        self._rows = wiring.schedule.table.of(stage)
+        self._rows = rows = wiring.schedule.table.of(stage)
+        awaited = awaited_swaps(wiring.schedule.actions[stage]) if awaits_swaps else {}
+        self._awaited = {rows.start + at: [rows.start + out for out in outs] for at, outs in awaited.items()}
         self._actions = wiring.schedule.actions[stage]
         costs = {row.letter: row.cost for row in KINDS.values() if row.cost is not None}
         self._takes_ms = {letter: [of_chunk[cost] for of_chunk in takes_ms] for letter, cost in costs.items()}
@@ -224,7 +236,7 @@ class _StageClock:
         """Go to the end; yield a message to wait until it has met."""
         wiring, rows, stage, network = self._wiring, self._rows, self.stage, self._network
         issue, met, end_ms, later, change = network.issue, network.met, network.end_ms, network.later, self._change
-        started, takes_ms = self.starts_ms.append, self._takes_ms
+        started, takes_ms, awaited = self.starts_ms.append, self._takes_ms, self._awaited
         posts = zip(*map(_numbers, self._order.posts(stage)), strict=True)
         leaving = zip(*map(_numbers, wiring.leaving(stage)), strict=True)
         posted, received = next(posts, _NO_POST)
@@ -241,6 +253,8 @@ class _StageClock:
                 free_ms = later(free_ms, end_ms[message])
                 change(_GOES, owner, chunk, free_ms)
             kind, _, chunk, evictor = action
+            for message in awaited.get(number, ()):  # its both ends were issued by this stage
+                now_ms, free_ms = later(now_ms, end_ms[message]), later(free_ms, end_ms[message])
             if kind not in _TRANSFERS:  # a transfer waits by itself
                 now_ms = free_ms
             for message in (loaded, taken, settled):

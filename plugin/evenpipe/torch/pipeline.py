@@ -15,7 +15,7 @@ from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
-from evenpipe.schedule import Need, Program, Spec, check_offers, find, needs_of, verify
+from evenpipe.schedule import GAINING, Need, Program, Spec, check_offers, find, needs_of, verify, with_swaps
 from evenpipe.settings.config import DelayCorrection
 from evenpipe.torch.batches import Evaluation, Tokens, check_gradients, evaluating, mean_loss, share_of, weights_of
 from evenpipe.torch.offers import MODULE_OFFERS
@@ -55,6 +55,7 @@ class Pipeline(ABC):
         group: dist.ProcessGroup | None = None,
         observer: Observer | None = None,
         measure: bool = False,
+        swap: float | None = None,
     ) -> None:
         schedule, ranks = program.schedule, dist.get_process_group_ranks(group)
         places = schedule.places
@@ -76,12 +77,17 @@ class Pipeline(ABC):
         self.device = device = next((one.device for one in (*self.parameters(), *held)), torch.device("cpu"))
         backend = "nccl" if device.type == "cuda" else "gloo"
         connections = connect(ranks, program.links, backend, device)
-        self.program = program = verify(schedule, program.pairs, connections.queues)
         streams = "stream" in needs_of(schedule)
+        if swap is not None:
+            if streams or not 0 < swap <= 1:
+                raise ValueError(f"swap={swap:g}: give a share above 0 and up to 1, and a program that flushes")
+            schedule = with_swaps(schedule, GAINING)
+        self.program = program = verify(schedule, program.pairs, connections.queues)
         #: Both versions of the weights, where batches are not flushed.
         self.versions = WeightVersions(self.parameters()) if streams else None
         weights = [*self.parameters(), *(self.versions.memory if self.versions is not None else ())]
         self.executor = Executor(self.stage, connections, device, weights, observer, measure or program.pairs)
+        self.executor.swap(swap)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -227,6 +233,7 @@ class ModulePipeline(Pipeline):
     whose `requires_grad` is false, where it is true of any.
     group: the ranks of the pipeline, stage by stage; all ranks, if left out.
     observer: is told of every action; with `measure`, `executor.counter` knows what this stage saves.
+    swap: the share of what each micro-batch saves that may go to the memory of the host, above 0 and up to 1.
 
     All ranks of the group make it alike. Raises ValueError where `program` is not for such a group, or needs what
     this engine does not offer.
@@ -241,6 +248,7 @@ class ModulePipeline(Pipeline):
         group: dist.ProcessGroup | None = None,
         observer: Observer | None = None,
         measure: bool = False,
+        swap: float | None = None,
     ) -> None:
         stage, places = stage_in(program, group, MODULE_OFFERS, "ModulePipeline"), program.schedule.places
         positions = [places.position(stage, chunk) for chunk in range(places.chunks)]
@@ -262,7 +270,7 @@ class ModulePipeline(Pipeline):
             [between(position - 1) if position else [] for position in positions],
             [between(position) for position in positions],
         )
-        super().__init__([part(position) for position in positions], edges, program, group, observer, measure)
+        super().__init__([part(position) for position in positions], edges, program, group, observer, measure, swap)
         self._loss = loss
 
     def step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import Stage
-from evenpipe.schedule import Spec, Step, Stream, Unit, batch_of, required_version
+from evenpipe.schedule import Spec, Step, Stream, Swaps, Unit, batch_of, required_version
 from evenpipe.settings.config import DelayCorrection
 from evenpipe.two_bw.delay_correction import correction_of
 from evenpipe.two_bw.gradients import Gradients, Outcome
@@ -69,7 +69,7 @@ class TwoBW:
         gradients: Gradients,
         spec: Spec,
         bpipe: bool,
-        swaps: Collection[int] = (),
+        swaps: Swaps = (),
         state: BatchState | None = None,
         correction: DelayCorrection = "none",
     ) -> None:

@@ -74,7 +74,7 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
         with_two_versions = refused_arguments(args, config.bpipe) if config.streams else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
         with_search = refused_with_search(args) if "times" in config.spec.needs else ()
-        settings = refused_settings(args, config.bpipe, "split" in spec.needs)
+        settings = refused_settings(args, config.bpipe, "split" in spec.needs, config.swap is not None)
         in_a_v = refused_in_a_v(args) if "vee" in _needed(config, args) else ()
         refused = (*settings, *with_two_versions, *with_tuning, *with_search, *in_a_v)
         for refusal in refused or _refused_capture(config, args):
@@ -213,4 +213,7 @@ def _asked(config: EvenPipeConfig) -> str:
         return f"{flag('group_size')} auto"
     if config.schedule is not None:
         return f"{flag('schedule')} {config.schedule}"
-    return flag("bpipe") if config.bpipe else f"{flag('partition')} {config.partition}"
+    if config.bpipe:
+        return flag("bpipe")
+    setting = "partition" if config.swap is None else "swap"
+    return FLAGS.head(setting, getattr(config, setting))

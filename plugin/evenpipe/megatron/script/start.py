@@ -109,7 +109,9 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
         measured = kind(config, args, observer, report)
         schedule, called, more = measured.schedule, measured, [measured_patches(measured)]
     else:
-        schedule = PipelineSchedule(config.spec, config.bpipe, observer, connected=report, group_size=config.group_size)
+        schedule = PipelineSchedule(
+            config.spec, config.bpipe, observer, connected=report, group_size=config.group_size, swap=config.swap
+        )
     needs = spec_of(config, args).needed(args.virtual_pipeline_model_parallel_size or 1)
     if "split" in needs:
         more = [*more, delayed_gradients()]

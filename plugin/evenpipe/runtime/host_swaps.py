@@ -1,0 +1,82 @@
+"""Swaps a share of what autograd saved of a micro-batch to the host of its stage, whatever module saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from evenpipe.runtime.host_memory import Block, HostLink, Passage
+from evenpipe.runtime.store import ActivationStore
+
+__all__ = ["HostSwaps"]
+
+
+class HostSwaps:
+    """Moves storages of each micro-batch to the host after its forward, and back before its backward.
+
+    `share`: the most that goes there, of all bytes that a micro-batch saves; `ActivationStore.seal` chooses storages.
+    `most_whole`: so many micro-batches are here as a whole at most, if a wait for the host can have that.
+    """
+
+    def __init__(
+        self, store: ActivationStore, device: torch.device, share: float, link: HostLink | None = None
+    ) -> None:
+        self.share = share
+        self.link = link if link is not None else HostLink(device)
+        self.most_whole = 1
+        self._reached = 1.0
+        self._store = store
+        self._leaving: dict[Hashable, list[Passage]] = {}  # oldest first
+        self._on_host: dict[Hashable, list[Block]] = {}
+        self._arriving: dict[Hashable, list[Passage]] = {}
+
+    def make_room(self) -> None:
+        """Wait for copies to the host until there is room for one micro-batch more; let go of what has been copied."""
+        whole = len(self._store.leftover()) - len(self._on_host)
+        for unit in list(self._leaving)[: max(0, whole + 1 - self.most_whole)]:
+            self._gone(unit)
+
+    def swap_out(self, unit: Hashable) -> None:
+        """Start to copy to the host what has been chosen of this micro-batch."""
+        message = self._store.ship(unit, "host")
+        nbytes = sum(tensor.numel() for tensor in message)
+        self._reached = min(self._reached, nbytes / max(1, nbytes + self._store.nbytes(unit)))
+        self._leaving[unit] = [self.link.out(tensor) for tensor in message]
+
+    def swap_in(self, unit: Hashable) -> None:
+        """Start to bring it back."""
+        if unit in self._leaving:
+            self._gone(unit)
+        if unit in self._on_host:
+            self.make_room()
+            blocks = self._on_host.pop(unit)
+            memory = self._store.refill(unit, origin="host")
+            self._arriving[unit] = [self.link.back(*both) for both in zip(blocks, memory, strict=True)]
+
+    def ready(self, unit: Hashable) -> None:
+        """Wait until it is back, and put it where it belongs."""
+        for passage in self._arriving.pop(unit, ()):
+            passage.wait()
+        self._store.unpack(unit, "host")
+
+    def line(self, stage: int) -> str:
+        """Say of a stage how much of its host's memory it keeps, and for which share of what it saves."""
+        return (
+            f"{self.link.memory.held_line(stage)}: {self._reached:.0%} of each micro-batch, of {self.share:.0%} asked"
+        )
+
+    def forget(self) -> None:
+        """Wait for what is under way, and forget what has been forwarded, as it is never backwarded."""
+        for passages in (*self._leaving.values(), *self._arriving.values()):
+            for passage in passages:
+                passage.wait()
+        for units in (self._leaving, self._on_host, self._arriving):
+            units.clear()
+
+    def _gone(self, unit: Hashable) -> None:
+        passages = self._leaving.pop(unit)
+        for passage in passages:
+            passage.wait()
+        self._store.release(unit, "host")
+        self._on_host[unit] = [passage.target for passage in passages]

@@ -1,0 +1,39 @@
+"""Scripts that swap a share of what they save train to a stock run's bits, under a cap of its first stage's peak."""
+
+import re
+
+import pytest
+
+from tests.megatron_lm.launch import EXPERTS, LAYOUTS, differences, gpt_flags, launch
+
+ITERATIONS = 3
+#: Activations that outweigh the last stage's logits, so that the first stage is the worst.
+SIZES = ("--vocab-size", "128", "--seq-length", "128", "--max-position-embeddings", "128", "--hidden-size", "128")
+#: Of each share the part of 1F1B's peak that is left on the first of four stages, which has two micro-batches whole.
+CAPS = {"0.5": 0.75, "0.8": 0.6}
+
+
+def saved_mib(run) -> float:
+    """The worst stage's, in the last iteration that was logged."""
+    return max(map(float, re.findall(r"peak saved MiB: ([\d. ]+) \|", run.output)[-1].split()))
+
+
+@pytest.mark.parametrize("model", ["GPT", pytest.param("experts", marks=pytest.mark.long)])
+def test_swaps_train_to_the_same_bits_under_a_cap(megatron_lm, model, tmp_path):
+    processes, parallel = LAYOUTS["PP4"]
+    flags = [*gpt_flags(ITERATIONS), *SIZES, *parallel, "--bf16", *(EXPERTS if model == "experts" else ())]
+    flags += ["--save-interval", str(ITERATIONS), "--ckpt-format", "torch"]
+    stock = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--save", str(tmp_path / "stock")])
+    assert len(stock.lines) == ITERATIONS
+    whole = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--evenpipe-schedule", "1f1b"])
+    last = f"iter_{ITERATIONS:07d}"
+    for share, cap in CAPS.items():
+        folder = tmp_path / share
+        ours = ["--evenpipe-swap", share, "--save", str(folder)]
+        run = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, *ours])
+        assert run.lines == stock.lines
+        assert run.validation == stock.validation
+        assert differences(tmp_path / "stock" / last, folder / last) == []
+        assert run.peak_live == [4, 3, 2, 1]
+        assert saved_mib(run) <= (cap + 0.02) * saved_mib(whole)
+        assert re.search(r"stage 0 keeps \d+\.\d MiB of its host's memory, pinned, for what it swaps: ", run.output)
