@@ -65,6 +65,8 @@ def searched(
         program, ms = next(one for one in (*map(proven, of_choice.best), *published) if one[1] <= best_ms)
         found.append(Searched(program, ms, math.inf if choice else best_ms))
     shared = sharing(problem) if costs.peer_bytes_per_ms is not None else []
+    if costs.peer_bytes_per_ms is not None and costs.placement != "straight":
+        told("nothing is evicted: only straight placements are searched for evictions")
     for of_pairs in shared:
         told("caps shared by partner stages")
         each = effort._replace(seconds=effort.seconds / len(shared))
