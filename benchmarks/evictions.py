@@ -2,8 +2,8 @@
 
 The parts are those of `front.py`, "even" and "uneven", with messages that take so much of a stage's forward. "V": what
 is searched for halves of stages in a V, within the memory. "evicting": the same for whole stages that may evict to
-their partners, for which a micro-batch takes one forward each way. Memory and speed are those of `front.py`; "known" is the
-fastest schedule with a name that fits, whose evictions take as long.
+their partners, for which a micro-batch takes one forward each way. Memory and speed are those of `front.py`. "known"
+is the fastest schedule with a name that fits, whose evictions take as long. It "wins" by more than 0.05 %.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evenpipe.simulate.front import Front, front
 
 #: Milliseconds: a part takes about one.
 FORWARD_MS: Final = 2.0
-MESSAGES: Final = (0.1, 0.25, 0.5)
+MESSAGES: Final = (0.1, 0.5)
 
 
 def lines(case: dict[str, Any], found: Front) -> Iterator[dict[str, Any]]:
@@ -55,8 +55,8 @@ def table(results: list[dict[str, Any]]) -> Table:
 
 def main() -> None:
     benchmark = Benchmark("evictions", __doc__ or "", repeats=1)
-    benchmark.parser.add_argument("--stages", type=positive, nargs="+", default=[8, 4], help="(default 8 4)")
-    benchmark.parser.add_argument("--seconds", type=float, default=0.5, help="of each search (default 0.5)")
+    benchmark.parser.add_argument("--stages", type=positive, nargs="+", default=[8], help="(default 8)")
+    benchmark.parser.add_argument("--seconds", type=float, default=0.3, help="of each search (default 0.3)")
     arguments = benchmark.parser.parse_args()
     cases = [
         (stages, kind, message) for stages in arguments.stages for kind in ("even", "uneven") for message in MESSAGES
