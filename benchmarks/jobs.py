@@ -66,6 +66,7 @@ JOBS: Final = (
     Job("orders", 4, script("orders")),
     Job("reach", 0.1, script("reach")),
     Job("front", 25, script("front"), "front.png"),
+    Job("evictions", 5, script("evictions")),
     Job("max_batch", 30, script("max_batch", "--optimized", "none", "S+R")),
     Job("imbalance", 4, script("imbalance")),
     Job("partition_speed", 15, script("partition_speed", "--simulated", "--points", "5")),

@@ -75,6 +75,53 @@ def test_whole_backwards(costs: str, capsys: pytest.CaptureFixture[str]) -> None
     assert {action[0] for row in actions for action in row} == {"F", "B"}
 
 
+def straight(path: Path, **changes: Any) -> str:
+    """Costs of one part a stage, whose evictions take a forward."""
+    parts = [{"forward_ms": 2, "input_gradient_ms": 2, "weight_gradient_ms": 2, "saved_bytes": 100}] * 4
+    given = document(placement="straight", parts=parts, memory_bytes=[300] * 4, peer_bytes_per_ms=50)
+    path.write_text(json.dumps(given | changes))
+    return str(path)
+
+
+def test_a_searched_schedule_that_evicts_says_how_it_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs, table = straight(tmp_path / "costs.json"), tmp_path / "S.txt"
+    sizes = ("--stages", "4", "--micro-batches", "8")
+    words = ["schedule", "--schedule", "searched", "--costs", costs, *sizes, *QUICK, "--out", str(table)]
+    assert main([*words, "--json"]) == 0
+    said = capsys.readouterr()
+    assert "evenpipe: searched: stages evict to their partners: a run by this table needs --bpipe" in said.err
+    found = json.loads(said.out)
+    assert found["bpipe"]
+    assert found["bounds"] == [3, 3, 3, 3]
+    assert found["evictions"] == [3, 0, 0, 0]
+    words = ["simulate", "--schedule", f"file:{table}", "--costs", costs]
+    assert main([*words, "--bpipe"]) == 0
+    assert "300 of 300" in capsys.readouterr().out
+    assert "evicts to partner stages, and is run as it is: add" in refusal(capsys, *words)
+
+
+def test_the_front_of_straight_stages_that_evict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = straight(tmp_path / "costs.json")
+    words = ["simulate", "--front", "--costs", costs, "--stages", "4", "--micro-batches", "8", *QUICK]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    pairs = zip(found["searched"], found["evicting"], strict=True)
+    gains = [(one["peak_bytes"], one["batch_ms"] / other["batch_ms"]) for one, other in pairs]
+    assert all(gain >= 1 for _, gain in gains)
+    assert dict(gains)[300] > 1.04
+    assert main(words) == 0
+    assert "straight, evicting" in capsys.readouterr().out
+
+
+def test_a_v_is_not_searched_for_evictions(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "vee.json"
+    path.write_text(json.dumps(document(peer_bytes_per_ms=50)))
+    assert main(["schedule", "--schedule", "searched", "--costs", str(path), *SIZES, *QUICK, "--json"]) == 0
+    said = capsys.readouterr()
+    assert "nothing is evicted: only straight placements are searched for evictions" in said.err
+    assert not any(json.loads(said.out)["evictions"])
+
+
 def test_the_front(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words, picture = ["simulate", "--front", "--costs", costs, *SIZES, *QUICK], tmp_path / "front.png"
     assert main([*words, "--json", "--picture", str(picture)]) == 0
@@ -150,6 +197,7 @@ def test_refusals(words: list[str], said: str, costs: str, capsys: pytest.Captur
         ({"message_ms": -1}, "message_ms: must be greater than or equal to 0"),
         ({"memory_bytes": [10**400] * 4}, "memory_bytes.0: must be less than or equal to"),
         ({"part": []}, "part: unknown key"),
+        ({"peer_bytes_per_ms": 0}, "peer_bytes_per_ms: must be greater than or equal to"),
         ({"parts": []}, "parts: has too few items"),
         ({"parts": [{**document()["parts"][0], "recomputed_bytes": 101}] * 8}, "=101: more than saved_bytes=100"),
         (
@@ -184,6 +232,7 @@ def test_the_costs_of_a_trace_are_those_of_its_run(
     words = ["simulate", "--schedule", schedule, "--costs", costs, *SIZES, "--trace", str(trace)]
     assert main(words) == 0
     given = ["--message-ms", "0.1", "--saved-bytes", "100", "--recomputed-bytes", "9", "--memory-bytes", "600"]
+    given += ["--peer-bytes-per-ms", "50"]
     assert main(["costs", str(trace), *given, "--out", str(out)]) == 0
     assert "weight gradient ms" in capsys.readouterr().out
     found, true = (json.loads(Path(path).read_text()) for path in (out, costs))
@@ -191,7 +240,7 @@ def test_the_costs_of_a_trace_are_those_of_its_run(
         assert one.pop("freed_by_input_gradient_bytes") == 0
         assert (one.pop("recomputed_bytes"), one.pop("recompute_ms")) == (9, None)
         assert one == pytest.approx(other)
-    assert found == true
+    assert found == true | {"peer_bytes_per_ms": 50}
 
 
 def test_the_costs_of_interleaved_stages_are_those_of_a_v(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,6 +266,7 @@ def test_the_costs_of_interleaved_stages_are_those_of_a_v(tmp_path: Path, capsys
         (None, ["--saved-bytes", "1,2"], "--saved-bytes: 2 numbers for 8 parts: give one, or one for each part"),
         (None, ["--memory-bytes", "1,2"], "--memory-bytes: 2 numbers for 4 stages: give one"),
         (None, ["--placement", "straight"], "--placement straight: the run had 2 parts a stage"),
+        (None, ["--peer-bytes-per-ms", "0"], "0 is no speed; give a finite number of bytes a millisecond above 0"),
         (None, ["--memory-bytes", "much"], "'much': give whole numbers of bytes"),
         ("[" * 200_000, [], "is no trace evenpipe.trace/1"),
         (traced("F0"), ["--traced", "loop"], "has no forward, or no backward, of chunk 0 on stage 0"),

@@ -1,5 +1,6 @@
 """The BPipe pass is Algorithm 1 on 1F1B, Appendix A on interleaved 1F1B, and keeps its bound everywhere else."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -11,7 +12,9 @@ from evenpipe.schedule import (
     COMPUTE,
     EVICT,
     FORWARD,
+    INPUT_GRADIENT,
     LOAD,
+    WEIGHT_GRADIENT,
     Action,
     Schedule,
     ScheduleError,
@@ -210,3 +213,42 @@ def test_an_impossible_bound_is_refused():
     plain = Schedule.parse(["F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2"])
     with pytest.raises(ScheduleError, match="bound=1: stage 0 cannot hold fewer than 2"):
         balance(plain, 1)
+
+
+@given(st.integers(2, 10), st.integers(1, 30))
+def test_backwards_in_halves_keep_the_bound_too(stages, micro_batches):
+    """A unit is there until its weight gradient: 1F1B's orders, with halves one behind the other."""
+    plain = build("1f1b", stages, micro_batches)
+    halves = {BACKWARD: (INPUT_GRADIENT, WEIGHT_GRADIENT)}
+    rows = tuple(
+        tuple(Action(kind, a.micro_batch) for a in row for kind in halves.get(a.kind, (a.kind,)))
+        for row in plain.actions
+    )
+    schedule = balance(replace(plain, actions=rows), min(optimum(stages) + 1, plain.bound))
+    verify(schedule, pairs=True)
+    assert max(schedule.peak_live) <= schedule.bound
+
+
+def test_stages_may_have_bounds_of_their_own():
+    plain = build("1f1b", 6, 12)
+    schedule = balance(plain, (3, 4, 4, 4, 4, 5))
+    verify(schedule, pairs=True)
+    assert all(live <= bound for live, bound in zip(schedule.peak_live, (3, 4, 4, 4, 4, 5), strict=True))
+    assert schedule.evictions[0] > balance(plain, 4).evictions[0]
+    assert Schedule.parse(str(schedule)) == schedule
+    with pytest.raises(ScheduleError, match=r"(?s)F\d+ makes more than 2 live micro-batches.*stage 0 .*<-- here"):
+        verify(replace(schedule, bounds=(2, 4, 4, 4, 4, 5)), pairs=True)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        ("2,3", "bounds=2,3: expected a number from 1 a stage, such as 3,4"),
+        ("3,4,4,4,4,0", "bounds=3,4,4,4,4,0: expected a number from 1 a stage"),
+        ("3,4,4,4,4,4", "bounds=3,4,4,4,4,4: the largest is not bound=5"),
+    ],
+)
+def test_bounds_that_cannot_be(bounds, said):
+    text = str(balance(build("1f1b", 6, 12), (3, 4, 4, 4, 4, 5)))
+    with pytest.raises(ScheduleError, match=f"line 1: {said}"):
+        Schedule.parse(text.replace("bounds=3,4,4,4,4,5", f"bounds={bounds}"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.shown import console_of, print_table
-from evenpipe.cli.values import duration_ms, output_file, write
+from evenpipe.cli.values import above_zero, duration_ms, output_file, write
 from evenpipe.report.files import write_atomically
 from evenpipe.schedule import ScheduleError
 from evenpipe.schedule.search.costs import FORMAT, RunCosts
@@ -51,6 +51,12 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--memory-bytes", type=_numbers, metavar="N[,N...]", help="what a stage may save: one, or one a stage"
     )
+    parser.add_argument(
+        "--peer-bytes-per-ms",
+        type=above_zero,
+        metavar="N",
+        help="how fast a stage evicts to its partner (without it, nothing is evicted)",
+    )
     parser.add_argument("--out", type=output_file, metavar="COSTS.json", help="write the document")
     parser.add_argument("--json", action="store_true", help="print it")
     parser.set_defaults(run=_run)
@@ -75,6 +81,7 @@ def _run(arguments: Namespace) -> None:
             arguments.saved_bytes,
             arguments.recomputed_bytes,
             arguments.memory_bytes,
+            arguments.peer_bytes_per_ms,
         )
     except ScheduleError as error:
         raise UsageError(in_flags(error).removeprefix("--trace ")) from error

@@ -59,6 +59,7 @@ class Schedule(_Document):
     batches: int
     actions: list[list[str]]
     bound: int
+    bounds: list[int]
     peak_live: list[int]
     evictions: list[int]
     recomputed: list[int]
@@ -81,13 +82,14 @@ class Simulation(SimulationDocument):
 
 
 class MemoryFront(_Document):
-    """Memory against time (`simulate --front`): known schedules, and searched ones."""
+    """Memory against time (`simulate --front`): known schedules, searched ones, and straight ones that may evict."""
 
     format: Literal["evenpipe.front/1"]
     limit_ms: float
     base_bytes: int
     known: list[_Point]
     searched: list[_Point]
+    evicting: list[_Point]
 
 
 class Candidates(_Document):

@@ -105,7 +105,10 @@ def _searched(arguments: Namespace, queues: Queues) -> Program:
 
     costs, sizes = parts_from(arguments, f"--schedule {SEARCHED}"), (arguments.stages, arguments.micro_batches)
     split = not arguments.whole_backwards
-    return searched(costs, *sizes, effort_from(arguments), split=split, queues=queues, told=told).program
+    program = searched(costs, *sizes, effort_from(arguments), split=split, queues=queues, told=told).program
+    if any(program.schedule.evictions):
+        told("stages evict to their partners: a run by this table needs --bpipe")
+    return program
 
 
 def parts_from(arguments: Namespace, asked: str) -> RunCosts:

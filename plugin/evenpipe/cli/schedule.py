@@ -40,7 +40,8 @@ def add_to(commands: Commands) -> None:
     document = (
         "--json prints a document evenpipe.schedule/1: the actions of each stage (F3, B3: forward and backward of "
         "micro-batch 3; D3, W3: the latter's halves; E, L, A, R: transfers of bpipe; U0: the update of batch 0, 2bw "
-        "only), the bound, each stage's peak_live and evictions, and the parts of the model that are computed again."
+        "only), the largest bound, each stage's bound, peak_live and evictions, and the parts of the model that are "
+        "computed again."
     )
     parser = add_command(commands, "schedule", epilog=document)
     add_schedule_options(parser)
@@ -60,7 +61,8 @@ def _run(arguments: Namespace) -> None:
         raise UsageError(f"--format {arguments.format}: is of --out: give --out FILE, or leave --format out")
     program = program_from(arguments)
     schedule = program.schedule
-    title = title_of(schedule, arguments.bpipe)
+    bpipe = arguments.bpipe or any(schedule.evictions)
+    title = title_of(schedule, bpipe)
     write("--out", arguments.out, lambda path: write_atomically(path, _text(arguments.format, schedule)))
     given = costs_from(arguments, schedule)
     if arguments.picture or arguments.trace:
@@ -72,7 +74,7 @@ def _run(arguments: Namespace) -> None:
         )
         write_simulated(arguments, simulate(program, costs), title, schedule.micro_batches)
     if arguments.json:
-        print(json.dumps(_document(schedule, arguments.bpipe)))
+        print(json.dumps(_document(schedule, bpipe)))
         return
     console = console_of()
     console.print(title, style="bold")
@@ -81,7 +83,8 @@ def _run(arguments: Namespace) -> None:
         console.print(timeline_grid(program, min(console.width, DRAWN_WIDTH)))
     else:
         console.print(f"{actions:,} actions are too many to draw; --out S.txt writes them")
-    caption = f"bound: {schedule.bound} live on every stage"
+    of_stages = ", ".join(map(str, schedule.bounds))
+    caption = f"bounds: {of_stages} live" if schedule.bounds else f"bound: {schedule.bound} live on every stage"
     if schedule.recomputed:
         caption += f"; computed again: parts {', '.join(map(str, sorted(schedule.recomputed)))}"
     each = enumerate(zip(schedule.peak_live, schedule.evictions, strict=True))
@@ -108,6 +111,7 @@ def _document(schedule: Schedule, bpipe: bool) -> dict[str, Any]:
         "batches": schedule.batches,
         "actions": [[str(action) for action in row] for row in schedule.actions],
         "bound": schedule.bound,
+        "bounds": [schedule.bound_of(stage) for stage in range(schedule.stages)],
         "peak_live": list(schedule.peak_live),
         "evictions": list(schedule.evictions),
         "recomputed": sorted(schedule.recomputed),

@@ -120,7 +120,7 @@ def _run(arguments: Namespace) -> None:
         on_devices_ms = None if environment == PLAIN else run_on_devices(program, costs, environment)
     except SimulationError as error:
         raise UsageError(in_flags(error)) from error
-    title = title_of(schedule, arguments.bpipe)
+    title = title_of(schedule, arguments.bpipe or any(schedule.evictions))
     write_simulated(arguments, simulation, title, schedule.micro_batches)
     if arguments.json:
         on_devices = {} if on_devices_ms is None else {"on_devices_ms": on_devices_ms}
@@ -158,7 +158,7 @@ def _run_front(arguments: Namespace) -> None:
 
     write("--picture", arguments.picture, draw)
     if arguments.json:
-        points = {name: [one._asdict() for one in getattr(found, name)] for name in ("known", "searched")}
+        points = {name: [one._asdict() for one in getattr(found, name)] for name in ("known", "searched", "evicting")}
         sizes = {"limit_ms": found.limit_ms, "base_bytes": found.base_bytes}
         print(json.dumps({"format": "evenpipe.front/1", **sizes, **points}))
         return
@@ -172,13 +172,16 @@ def _print_front(console: Console, found: Front) -> None:
         return "" if point is None else f"{point.batch_ms:,.6g}"
 
     caption = f"known: {', '.join(f'{one.name} {one.peak_bytes / found.base_bytes:.2f}' for one in found.known)}"
-    heads = ("memory, 1F1B's = 1", "bytes", "best known", "ms", "searched, ms", "faster by")
+    evicting = {one.peak_bytes: one for one in found.evicting}
+    heads = ["memory, 1F1B's = 1", "bytes", "best known", "ms", "searched, ms", "faster by"]
+    heads += ["straight, evicting, ms"] * bool(evicting)
     rows = []
     for one in found.searched:
         best = found.best(one.peak_bytes)
         gain = "" if best is None else f"{best.batch_ms / one.batch_ms - 1:.1%}"
         memory = f"{one.peak_bytes / found.base_bytes:.3g}", f"{one.peak_bytes:,}"
-        rows.append((*memory, "" if best is None else best.name, speed(best), speed(one), gain))
+        with_evictions = [speed(evicting.get(one.peak_bytes))] * bool(evicting)
+        rows.append((*memory, "" if best is None else best.name, speed(best), speed(one), gain, *with_evictions))
     print_table(console, heads, rows, caption, optional=("bytes",))
 
 
@@ -222,7 +225,7 @@ def _swaps(schedule: Schedule, costs: Costs) -> list[tuple[str, str]] | None:
 
 def _bytes(arguments: Namespace, schedule: Schedule) -> list[str] | None:
     """Each stage's peak and its cap in bytes; None without --costs."""
-    if arguments.costs is None or any(schedule.evictions):
+    if arguments.costs is None:
         return None
     peaks = [max(held, default=0) for held in held_bytes(schedule, arguments.costs)]
     caps = arguments.costs.caps(schedule.stages)

@@ -14,6 +14,7 @@ from evenpipe.schedule import ScheduleError
 from evenpipe.schedule.search.costs import RunCosts
 
 __all__ = [
+    "above_zero",
     "bandwidth_gbps",
     "costs_file",
     "duration_ms",
@@ -115,6 +116,11 @@ def costs_file(text: str) -> RunCosts:
         return RunCosts.read(Path(text))
     except ScheduleError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("costs=")) from None
+
+
+def above_zero(text: str) -> float:
+    """Return a finite number of bytes a millisecond above 0."""
+    return _above_zero(text, "speed", "bytes a millisecond", "5e7")
 
 
 def bandwidth_gbps(text: str) -> float:

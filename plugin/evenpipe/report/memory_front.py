@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_fronts"]
 
-_TEXT, _QUIET, _SEARCHED, _KNOWN = "#2b2b2b", "#777777", "#2f6db5", "#e0a458"
+_TEXT, _QUIET, _KNOWN = "#2b2b2b", "#777777", "#e0a458"
+_SEARCHED, _EVICTING = "#2f6db5", "#4a9a62"
 _COLUMNS: Final = 2
 
 
@@ -40,12 +41,17 @@ def _panel(axes: Axes, title: str, front: Front) -> None:
     axes.set_title(title, loc="left", fontsize=10, color=_TEXT)
     axes.set_xlabel("saved activations of the fullest stage, 1 = 1F1B's", fontsize=8, color=_TEXT)
     axes.set_ylabel("speed, 1 = the busiest stage never waits", fontsize=8, color=_TEXT)
-    levels = [place(one) for one in front.searched]
-    right = max([1.3, *(level for level, _ in levels)])
+    right = max([1.3, *(place(one)[0] for one in front.searched)])
     known = {place(one): one.name for one in front.known if place(one)[0] <= right}
-    memory, speed = [level for level, _ in levels], [speed for _, speed in levels]
-    axes.step([*memory, right], [*speed, *speed[-1:]], where="post", color=_SEARCHED, linewidth=1.4, zorder=2)
-    axes.scatter(memory, speed, s=30, color=_SEARCHED, zorder=3, label="searched")
+    for points, colour, name in (
+        (front.searched, _SEARCHED, "searched"),
+        (front.evicting, _EVICTING, "searched, straight, evicting"),
+    ):
+        levels = [place(one) for one in points]
+        memory, speed = [level for level, _ in levels], [speed for _, speed in levels]
+        if levels:
+            axes.step([*memory, right], [*speed, *speed[-1:]], where="post", color=colour, linewidth=1.4, zorder=2)
+            axes.scatter(memory, speed, s=30, color=colour, zorder=3, label=name)
     axes.scatter([at[0] for at in known], [at[1] for at in known], s=30, color=_KNOWN, zorder=3, label="known")
     for at, name in known.items():
         axes.annotate(name, at, (5, -9), textcoords="offset points", fontsize=7, color=_QUIET)

@@ -12,7 +12,9 @@ from evenpipe.schedule.actions import (
     ACCEPT,
     BACKWARD,
     EVICT,
+    FINISHING,
     FORWARD,
+    INPUT_GRADIENT,
     KINDS,
     LOAD,
     RETURN,
@@ -36,32 +38,34 @@ class _Transfer(NamedTuple):
     used: int
 
 
-def balance(schedule: Schedule, bound: int, queues: Queues = "many") -> Schedule:
+def balance(schedule: Schedule, bound: int | Sequence[int], queues: Queues = "many") -> Schedule:
     """Return the same compute orders with transfers added, so that no stage holds more than ``bound`` live units.
 
-    With one queue, a load that waits for its room holds up the compute behind it, so it starts after that. Works on
-    any compute orders. Raises :class:`ScheduleError` if an evictor cannot get below the bound; whether every
-    acceptor and the middle stage do, :func:`evenpipe.schedule.verify` decides.
+    ``bound``: one for all stages, or one for each. With one queue, a load that waits for its room holds up the compute
+    behind it, so it starts after that. Works on any compute orders. Raises :class:`ScheduleError` if an evictor cannot
+    get below the bound; whether every acceptor and the middle stage do, :func:`evenpipe.schedule.verify` decides.
     """
     table, stages = schedule.table, schedule.stages
+    bounds = (bound,) * stages if isinstance(bound, int) else tuple(bound)
     ends = boundaries(schedule)
     rows = list(schedule.actions)
     action_of = cache(Action)  # evictors evict and load the same micro-batches
     for evictor in range(stages // 2):
-        if own_peak(table.kind[table.of(evictor)]) <= bound:
+        if own_peak(table.kind[table.of(evictor)]) <= bounds[evictor]:
             continue
         acceptor, row, ended = partner(evictor, stages), rows[evictor], ends[evictor].tolist()
         trades = [
             (slot, kind, row[used][1:3], ended[slot - 1] if slot else 0)
-            for slot, kind, used in _plan(row, ended, bound, evictor, early=queues != "one")
+            for slot, kind, used in _plan(row, ended, bounds[evictor], evictor, early=queues != "one")
         ]
         rows[evictor] = _insert(row, [(slot, action_of(kind, *unit)) for slot, kind, unit, _ in trades])
         accepting = [
             (Action(ACCEPT if kind == EVICT else RETURN, *unit, evictor), issued) for _, kind, unit, issued in trades
         ]
         kinds = table.kind[table.of(acceptor)]
-        rows[acceptor] = _insert(rows[acceptor], _receive(kinds, ends[acceptor].tolist(), accepting, bound))
-    return replace(schedule, bound=bound, actions=tuple(rows))
+        rows[acceptor] = _insert(rows[acceptor], _receive(kinds, ends[acceptor].tolist(), accepting, bounds[acceptor]))
+    of_stages = () if isinstance(bound, int) else bounds
+    return replace(schedule, bound=max(bounds), bounds=of_stages, actions=tuple(rows))
 
 
 def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int, early: bool) -> list[_Transfer]:
@@ -72,8 +76,9 @@ def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int, ea
     (line 17). A bubble is a decision too: then the load starts when the compute action before the bubble has ended.
     ``early``: one decision earlier still where there is room, such as what the eviction of that slot leaves: then the
     two share the time of a backward and a forward (Appendix B, Equations 10 to 12), and may take 1.5 forwards each.
+    Where a backward comes in two halves, its unit has to be there from the first, and leaves with the second.
     """
-    backward = {action[1:3]: slot for slot, action in enumerate(row) if action.kind == BACKWARD}
+    backward = {action[1:3]: slot for slot, action in enumerate(row) if action.kind in (BACKWARD, INPUT_GRADIENT)}
     forward = [action.kind == FORWARD for action in row]
     used = [backward[action[1:3]] for action in row]  # a unit is known by the slot of its backward
     resident: list[int] = []  # in order
@@ -87,9 +92,9 @@ def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int, ea
         return [slot] if slot in evicted else []
 
     for slot, action in enumerate(row):
-        leaving = not forward[slot]
+        leaving = action.kind in FINISHING
         incoming = arriving(slot)
-        if leaving and slot + 1 in evicted and len(resident) + len(incoming) < bound:
+        if not forward[slot] and slot + 1 in evicted and len(resident) + len(incoming) < bound:
             incoming += [slot + 1] * (not _bubble_before(slot + 1, row, ends))
         for unit in incoming:
             insort(resident, unit)
@@ -104,8 +109,8 @@ def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int, ea
         while len(resident) - leaving + len(arriving(slot + 1)) > bound:
             # Only what was complete before this slot can leave in it.
             staying = (*incoming, used[slot])
-            furthest = next((unit for unit in reversed(resident) if unit not in staying), None)
-            if furthest is None:
+            furthest = next((unit for unit in reversed(resident) if unit not in staying), -1)
+            if furthest < slot:  # there is none, or its weight gradient alone is missing
                 break
             del resident[bisect_left(resident, furthest)]
             evicted.add(furthest)
@@ -115,8 +120,8 @@ def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int, ea
                 insort(resident, unit)
                 evicted.discard(unit)
                 transfers.append(_Transfer(slot, LOAD, unit))
-        if leaving and resident[:1] == [slot]:
-            del resident[0]
+        if leaving:
+            resident.remove(used[slot])
     return transfers
 
 

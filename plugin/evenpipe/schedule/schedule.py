@@ -38,7 +38,7 @@ class Schedule:
 
     ``micro_batches`` are those of one batch; along a stream they are numbered on.
     ``bound`` is the promise that no stage ever holds more than so many live units (micro-batch × model chunk), own
-    plus accepted, those in flight counted on both sides.
+    plus accepted, those in flight counted on both sides; ``bounds`` has one a stage, where they differ.
     ``group_size`` is kFkB's k: so many forwards, or backwards, in a row; interleaved ones go by it through
     the chunks (1: as many as there are stages); other schedules group nothing.
     ``weight_versions``: 1, or 2 where batches do not wait for the weights of the batch before (PipeDream-2BW).
@@ -58,6 +58,7 @@ class Schedule:
     weight_versions: int = 1
     places: Places = field(default=None)  # type: ignore[assignment]
     recomputed: frozenset[int] = frozenset()
+    bounds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.places is None:
@@ -68,6 +69,8 @@ class Schedule:
         head = {name: getattr(self, name) for name in _HEAD}
         if self.recomputed:
             head[_RECOMPUTED] = ",".join(map(str, sorted(self.recomputed)))
+        if self.bounds:
+            head[_BOUNDS] = ",".join(map(str, self.bounds))
         rows = "\n".join(" ".join(map(str, row)) for row in self.actions)
         return " ".join([f"format={_FORMAT}", *(f"{key}={value}" for key, value in head.items())]) + f"\n{rows}\n"
 
@@ -108,10 +111,14 @@ class Schedule:
         again = [self.places.order[position] for position in self.recomputed]
         return frozenset(place.chunk for place in again if place.stage == stage)
 
+    def bound_of(self, stage: int) -> int:
+        """Return the bound of one stage."""
+        return self.bounds[stage] if self.bounds else self.bound
+
     @cached_property
     def residencies(self) -> tuple[Residency, ...]:
         """Per stage, what it holds on its way through its actions."""
-        return tuple(residency(self.table, stage, self.bound) for stage in range(len(self.actions)))
+        return tuple(residency(self.table, stage, self.bound_of(stage)) for stage in range(len(self.actions)))
 
     @property
     def peak_live(self) -> tuple[int, ...]:
@@ -122,7 +129,7 @@ class Schedule:
 _FORMAT = "evenpipe.schedule/1"
 _NUMBERS = ("stages", "micro_batches", "chunks", "batches", "group_size", "weight_versions", "bound")
 _HEAD = ("name", *_NUMBERS, "places")
-_RECOMPUTED = "recomputed"
+_RECOMPUTED, _BOUNDS = "recomputed", "bounds"
 
 
 def _row(words: Sequence[str], line: int) -> tuple[Action, ...]:
@@ -136,7 +143,7 @@ def _with_head(actions: tuple[tuple[Action, ...], ...], line: int, words: Sequen
     """Return the schedule with these rows that the head line ``words`` describes."""
     keys = [word.partition("=")[0] for word in words]
     given = dict(word.partition("=")[::2] for word in words)
-    recomputed = given.pop(_RECOMPUTED, None)
+    recomputed, bounds = given.pop(_RECOMPUTED, None), given.pop(_BOUNDS, None)
     if given.pop("format") != _FORMAT:
         raise ScheduleError(f"line {line}: {words[0]}: expected format={_FORMAT}")
     wrong = [*sorted(set(given) ^ set(_HEAD)), *(key for key in keys if keys.count(key) > 1)]
@@ -161,7 +168,14 @@ def _with_head(actions: tuple[tuple[Action, ...], ...], line: int, words: Sequen
             raise ScheduleError(
                 f"line {line}: {_RECOMPUTED}={recomputed}: there are parts 0 to {len(places.order) - 1}"
             )
-    return Schedule(name, actions=actions, places=places, recomputed=again, **numbers)
+    of_stages: tuple[int, ...] = ()
+    if bounds is not None:
+        if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", bounds) or bounds.count(",") != len(actions) - 1:
+            raise ScheduleError(f"line {line}: {_BOUNDS}={bounds}: expected a number from 1 a stage, such as 3,4")
+        of_stages = tuple(map(int, bounds.split(",")))
+        if max(of_stages) != numbers["bound"]:
+            raise ScheduleError(f"line {line}: {_BOUNDS}={bounds}: the largest is not bound={numbers['bound']}")
+    return Schedule(name, actions=actions, places=places, recomputed=again, bounds=of_stages, **numbers)
 
 
 #: What torch calls each kind of compute.

@@ -65,7 +65,8 @@ def verify(schedule: Schedule, pairs: bool = False, queues: Queues = "many", fus
         for stage, held in enumerate(schedule.residencies):
             if held.broken is not None:
                 action = schedule.actions[stage][held.broken]
-                raise Fault(f"{action} makes more than {schedule.bound} live micro-batches", stage, held.broken)
+                bound = schedule.bound_of(stage)
+                raise Fault(f"{action} makes more than {bound} live micro-batches", stage, held.broken)
         check_order(program.order)
     return program
 
@@ -101,6 +102,8 @@ def _check_sizes(schedule: Schedule) -> None:
             f"{named}places for {schedule.places.stages} stages × {schedule.places.chunks} chunks, "
             f"{schedule.stages} stages × {schedule.chunks} chunks"
         )
+    if len(schedule.bounds) not in (0, schedule.stages):
+        raise ScheduleError(f"{named}{len(schedule.bounds)} bounds, {schedule.stages} stages")
     if schedule.weight_versions not in (1, 2):
         raise ScheduleError(f"{named}weight_versions={schedule.weight_versions}: there is a rule for 1 and for 2")
 

@@ -6,6 +6,7 @@ stage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -37,13 +38,15 @@ class Front(NamedTuple):
     """``limit_ms``: the busiest stage of the searched placement computes all the time.
 
     ``base_bytes``: what 1F1B's fullest stage saves. ``searched``: one for each of LEVELS that holds a micro-batch; its
-    ``peak_bytes`` are the cap.
+    ``peak_bytes`` are the cap. ``evicting``: the same with one part a stage, which may evict to its partner; none,
+    where the costs do not say how fast.
     """
 
     limit_ms: float
     base_bytes: int
     known: list[Point]
     searched: list[Point]
+    evicting: list[Point]
 
     def best(self, within: int) -> Point | None:
         """Return the fastest known schedule that saves no more."""
@@ -60,29 +63,40 @@ def front(
 ) -> Front:
     """Return the front of a model on so many stages; caps that ``costs`` names do not count.
 
-    Messages of evictions are free. ``effort``: of each amount of memory. ``split``: backwards that are searched come in
-    halves. Raises :class:`ScheduleError` where the parts are not as many as stages need, or save nothing.
+    Evictions are free, if the costs do not say how fast they are. ``effort``: of each amount of memory. ``split``:
+    backwards that are searched come in halves. Raises :class:`ScheduleError` where the parts are not as many as stages
+    need, or save nothing.
     """
     costs = costs.model_copy(update={"memory_bytes": None})
     known = list(_known(costs, stages, micro_batches))
     base_bytes = next(one.peak_bytes for one in known if one.name == "1f1b")
-    problem = Problem.of(costs, stages, micro_batches, split)
-    recomputed = replace(problem, recomputed=problem.recomputable)
-    least = int(min(problem.least_bytes.max(), recomputed.least_bytes.max()))
     if not base_bytes:
         raise ScheduleError("costs: no part saves anything: give saved_bytes")
-    points: list[Point] = []
-    for level in LEVELS:
-        cap = int(level * base_bytes)
-        if cap < least or (points and cap == points[-1].peak_bytes):
-            continue
-        told(f"{level:g} of 1F1B's memory, {cap:,} bytes")
-        capped = costs.model_copy(update={"memory_bytes": [cap] * stages})
-        found = searched(capped, stages, micro_batches, effort, split=split)
-        # What fits into less fits; it may have been annealed to other errors.
-        batch_ms = min([found.batch_ms, *(one.batch_ms for one in points)])
-        points.append(Point(SEARCHED, cap, batch_ms))
-    return Front(problem.limit_ms, base_bytes, known, points)
+    alone = costs.model_copy(update={"peer_bytes_per_ms": None})
+
+    def points(placed: RunCosts, name: str) -> Iterator[Point]:
+        problem, before_ms, before = Problem.of(placed, stages, micro_batches, split), math.inf, 0
+        recomputed = replace(problem, recomputed=problem.recomputable)
+        least = int(min(problem.least_bytes.max(), recomputed.least_bytes.max()))
+        for level in LEVELS:
+            cap = int(level * base_bytes)
+            if cap < least or cap == before:
+                continue
+            told(f"{name}: {level:g} of 1F1B's memory, {cap:,} bytes")
+            capped = placed.model_copy(update={"memory_bytes": [cap] * stages})
+            found = searched(capped, stages, micro_batches, effort, split=split)
+            # What fits into less fits; it may have been annealed to other errors.
+            before_ms, before = min(found.batch_ms, before_ms), cap
+            yield Point(name, cap, before_ms)
+
+    evicting = costs.straight(stages) if costs.peer_bytes_per_ms is not None else None
+    return Front(
+        Problem.of(costs, stages, micro_batches, split).limit_ms,
+        base_bytes,
+        known,
+        list(points(alone, SEARCHED)),
+        [] if evicting is None else list(points(evicting, f"{SEARCHED} + BPipe")),
+    )
 
 
 def _known(costs: RunCosts, stages: int, micro_batches: int) -> Iterator[Point]:

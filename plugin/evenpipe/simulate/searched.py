@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from evenpipe.schedule import Program, Queues, Schedule, verify
+from evenpipe.schedule import Program, Queues, Schedule, ScheduleError, verify
 from evenpipe.schedule.search.costs import RunCosts, check_caps
+from evenpipe.schedule.search.evicting import sharing, with_evictions
 from evenpipe.schedule.search.problem import Problem
 from evenpipe.schedule.search.recomputing import recomputations
 from evenpipe.schedule.search.search import USUAL, Effort, search
@@ -41,13 +43,14 @@ def searched(
 ) -> Searched:
     """Return the best order that is found, by simulation no slower than those that are published.
 
-    split: backwards come in halves; then parts whose costs say what they leave may be computed again. Raises
-    :class:`ScheduleError` where the costs do not fit so many stages, or a cap holds no micro-batch.
+    split: backwards come in halves; then parts whose costs say what they leave may be computed again. Where the costs
+    say how fast stages evict to their partners, and the placement is straight, as much again is searched for orders
+    that do. Raises :class:`ScheduleError` where the costs do not fit so many stages, or a cap holds no micro-batch.
     """
 
     def proven(schedule: Schedule) -> tuple[Program, float]:
         check_caps(schedule, costs)
-        program = verify(schedule, queues=queues)
+        program = verify(schedule, any(schedule.evictions), queues)
         return program, simulate(program, Costs.of_parts(costs, schedule)).makespan_ms
 
     problem = Problem.of(costs, stages, micro_batches, split)
@@ -61,5 +64,15 @@ def searched(
         best_ms = min((ms for _, ms in published), default=math.inf)
         program, ms = next(one for one in (*map(proven, of_choice.best), *published) if one[1] <= best_ms)
         found.append(Searched(program, ms, math.inf if choice else best_ms))
+    shared = sharing(problem) if costs.peer_bytes_per_ms is not None else []
+    if costs.peer_bytes_per_ms is not None and costs.placement != "straight":
+        told("nothing is evicted: only straight placements are searched for evictions")
+    for of_pairs in shared:
+        told("caps shared by partner stages")
+        each = effort._replace(seconds=effort.seconds / len(shared))
+        of_caps = search(of_pairs, each, told=told)
+        for schedule in (*of_caps.best, *of_caps.published):
+            with suppress(ScheduleError):  # there is no room for its evictions
+                found.append(Searched(*proven(with_evictions(schedule, problem, queues)), math.inf))
     best = min(found, key=lambda one: one.batch_ms)
     return best._replace(published_ms=min(one.published_ms for one in found))

@@ -9,9 +9,19 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, ScheduleError
+from evenpipe.schedule.actions import (
+    ACCEPT,
+    BACKWARD,
+    EVICT,
+    FORWARD,
+    INPUT_GRADIENT,
+    LOAD,
+    WEIGHT_GRADIENT,
+    Action,
+    ScheduleError,
+)
 from evenpipe.schedule.schedule import Fault, Schedule, marked
-from evenpipe.schedule.topology import Places, loop, vee
+from evenpipe.schedule.topology import Places, loop, partner, vee
 from evenpipe.wording.validation import first_message
 
 __all__ = ["FORMAT", "Part", "Placement", "RunCosts", "check_caps", "held_bytes"]
@@ -82,6 +92,7 @@ class Part(BaseModel):
             INPUT_GRADIENT: -self.freed_by_input_gradient_bytes,
             WEIGHT_GRADIENT: self.freed_by_input_gradient_bytes - self.saved_bytes,
             BACKWARD: -self.saved_bytes,
+            LOAD: self.saved_bytes,
         }.get(action.kind, 0)
 
 
@@ -89,6 +100,7 @@ class RunCosts(BaseModel):
     """The document: parts in the order of the model, and how they are placed: "straight" has one a stage.
 
     ``message_ms``: from one stage to another. ``memory_bytes``: a cap for each stage on what parts have saved.
+    ``peer_bytes_per_ms``: how fast a stage evicts to its partner, the other way too at once; None where none does.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -98,6 +110,7 @@ class RunCosts(BaseModel):
     parts: Annotated[list[Part], Field(min_length=1)]
     message_ms: _Ms = 0.0
     memory_bytes: list[_Bytes] | None = None
+    peer_bytes_per_ms: Annotated[float, Field(ge=1e-6, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
     def _takes_time(self) -> RunCosts:
@@ -160,7 +173,8 @@ def _sum(numbers: Iterable[Any]) -> Any:
 def held_bytes(schedule: Schedule, costs: RunCosts) -> list[list[int]]:
     """Return, per stage, the bytes that it holds after each action, or at a whole backward's turn, if that is more.
 
-    The schedule evicts and swaps nothing.
+    The schedule swaps nothing. What is evicted counts until it has to have left. Acceptors keep memory for all that is
+    accepted at once, from the start to the end.
     """
     places, parts = schedule.places, costs.recomputing(schedule.recomputed).parts
     rows = []
@@ -168,8 +182,22 @@ def held_bytes(schedule: Schedule, costs: RunCosts) -> list[list[int]]:
         each = [(parts[places.position(stage, action.chunk)], action) for action in row]
         held = accumulate(part.change(action) for part, action in each)
         at_turn = (part.saved_bytes + part.grown_bytes if action.kind == BACKWARD else 0 for part, action in each)
-        rows.append([after + more for after, more in zip(held, at_turn, strict=True)])
+        gone = schedule.residencies[stage].gone.tolist()
+        left = [0, *accumulate(part.saved_bytes for part, action in each if action.kind == EVICT)]
+        left += left[-1:] * (gone[-1] - len(left) + 1 if gone else 0)  # an acceptor's guests leave its pool as it is
+        pool = _pool_bytes(schedule, stage, parts)
+        rows.append([pool + now + more - left[went] for now, more, went in zip(held, at_turn, gone, strict=True)])
     return rows
+
+
+def _pool_bytes(schedule: Schedule, stage: int, parts: Sequence[Part]) -> int:
+    """Return what a stage keeps for what its partner evicts: as many of its largest as there are at once."""
+    accepted = accumulate(int(action.kind == ACCEPT) for action in schedule.actions[stage])
+    gone = schedule.residencies[stage].gone.tolist()
+    guests = max((came - went for came, went in zip(accepted, gone, strict=True)), default=0)
+    evictor = partner(stage, schedule.stages)
+    sizes = (parts[schedule.places.position(evictor, chunk)].saved_bytes for chunk in range(schedule.chunks))
+    return max(0, guests) * max(sizes)
 
 
 def check_caps(schedule: Schedule, costs: RunCosts) -> None:

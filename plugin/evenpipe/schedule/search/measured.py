@@ -41,6 +41,7 @@ def costs_of_trace(
     saved_bytes: Sequence[int] = (1,),
     recomputed_bytes: Sequence[int] | None = None,
     memory_bytes: Sequence[int] | None = None,
+    peer_bytes_per_ms: float | None = None,
 ) -> RunCosts:
     """Return the median times of every part, over micro-batches and over all processes of its stage.
 
@@ -67,7 +68,14 @@ def costs_of_trace(
         raise ScheduleError(f"placement={placement}: the run had {chunks} parts a stage: give another placement")
     try:
         parts = [_part(times[place], size, left) for place, size, left in zip(places.order, sizes, again, strict=True)]
-        return RunCosts(format=FORMAT, placement=placement, parts=parts, message_ms=message_ms, memory_bytes=caps)
+        return RunCosts(
+            format=FORMAT,
+            placement=placement,
+            parts=parts,
+            message_ms=message_ms,
+            memory_bytes=caps,
+            peer_bytes_per_ms=peer_bytes_per_ms,
+        )
     except ValidationError as error:
         raise ScheduleError(f"trace={path}: {first_message(error, 'the trace')}: trace another iteration") from None
 

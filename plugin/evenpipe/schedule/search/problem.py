@@ -126,10 +126,15 @@ class Problem:
         return float(np.bincount(on, _halves_ms(self.parts).sum(axis=0)).max()) * self.micro_batches
 
     @property
+    def saved_bytes(self) -> Numbers:
+        """Per stage, what a forward of each of its parts saves."""
+        saved: Numbers = np.array([one.saved_bytes for one in self._placed])[self.graph.parts]
+        return saved
+
+    @property
     def least_bytes(self) -> Numbers:
         """Per stage, the most that it holds of one micro-batch alone: no order needs less."""
-        saved = np.array([one.saved_bytes for one in self._placed])[self.graph.parts]
-        before = saved.cumsum(axis=1)  # a part's input gradient comes when later parts hold nothing any more
+        before = self.saved_bytes.cumsum(axis=1)  # a part's input gradient comes when later parts hold nothing any more
         if not self.split:
             return before[:, -1]
         grown = np.array([one.grown_bytes for one in self._placed])[self.graph.parts]

@@ -12,7 +12,7 @@ from evenpipe.schedule.search.justifying import justified
 from evenpipe.schedule.search.listing import listed
 from evenpipe.schedule.search.problem import Problem
 
-__all__ = ["recomputations"]
+__all__ = ["quick_ms", "recomputations"]
 
 #: Micro-batches a stage, and orders of each choice, by which choices are compared.
 _COMPARED: Final = 3
@@ -28,8 +28,7 @@ def recomputations(problem: Problem) -> list[frozenset[int]]:
     none, able = frozenset[int](), problem.recomputable
     if not able:
         return [none]
-    few = replace(problem, micro_batches=min(problem.micro_batches, _COMPARED * problem.places.stages))
-    times = {choice: _batch_ms(few, choice) for choice in (none, *_choices(problem, able))}
+    times = {choice: _of_choice(problem, choice) for choice in (none, *_choices(problem, able))}
     found = min(times, key=lambda choice: times[choice])
     if times[found] >= NEVER:
         return [able]  # which needs least
@@ -39,7 +38,7 @@ def recomputations(problem: Problem) -> list[frozenset[int]]:
         for position in sorted(able):
             other = found ^ {position}
             if other not in times:
-                times[other] = _batch_ms(few, other)
+                times[other] = _of_choice(problem, other)
             if times[other] < times[found] - 1e-9:
                 found, changed = other, True
     return [found, none] if found and times[none] < NEVER else [found]
@@ -51,7 +50,12 @@ def _choices(problem: Problem, able: frozenset[int]) -> Iterator[frozenset[int]]
     yield able
 
 
-def _batch_ms(problem: Problem, choice: frozenset[int]) -> float:
-    chosen = replace(problem, recomputed=choice)
-    orders = sorted(filter(chosen.fits, listed(chosen)), key=lambda order: makespan(chosen, order))
-    return min((makespan(chosen, justified(chosen, order, 2)) for order in orders[:_JUSTIFIED]), default=NEVER)
+def _of_choice(problem: Problem, choice: frozenset[int]) -> float:
+    return quick_ms(replace(problem, recomputed=choice))
+
+
+def quick_ms(problem: Problem) -> float:
+    """Return the milliseconds of the best of a few orders of not so many micro-batches; NEVER where none fits."""
+    few = replace(problem, micro_batches=min(problem.micro_batches, _COMPARED * problem.places.stages))
+    orders = sorted(filter(few.fits, listed(few)), key=lambda order: makespan(few, order))
+    return min((makespan(few, justified(few, order, 2)) for order in orders[:_JUSTIFIED]), default=NEVER)
