@@ -21,6 +21,7 @@ PP4 = ("--pipeline-model-parallel-size", "4")
 PP2 = ("--pipeline-model-parallel-size", "2")
 SHARED_OUT = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2")
 MTP = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
+PER_TOKEN = "--calculate-per-token-loss"
 UNTIED = "--untie-embeddings-and-output-weights"
 OVERLAPPED = ("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16")
 CASES = {
@@ -100,11 +101,16 @@ def test_nothing_waits_for_another_stage(megatron_lm, tmp_path):
     assert waited["1f1b"] & {"_reduce_any", "should_run_forward_backward"}
 
 
-@pytest.mark.parametrize("model", [(), MTP, (*MTP, UNTIED)], ids=["tied", "MTP, tied", "MTP, untied"])
+@pytest.mark.parametrize(
+    "model",
+    [(), MTP, (*MTP, UNTIED), (*MTP, PER_TOKEN)],
+    ids=["tied", "MTP, tied", "MTP, untied", "MTP, loss per token"],
+)
 def test_the_first_two_batches_run_on_the_first_weights(megatron_lm, model, tmp_path):
     """So the first update is stock's, bit for bit, and the second batch has the loss that it has without any.
 
-    Multi-token prediction has a copy of the embedding, whose gradients are one with the first stage's.
+    Multi-token prediction has a copy of the embedding, whose gradients are one with the first stage's. A batch has 512
+    tokens, by which all are divided without rounding.
     """
     flags = [*flags_for(megatron_lm, GPT, 2, ()), *PP4, *model, "--ckpt-format", "torch", "--save-interval", "1"]
     stock = launch(megatron_lm, GPT, 4, [*flags, "--save", str(tmp_path / "stock"), "--exit-interval", "1"])

@@ -130,7 +130,6 @@ _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "external_cuda_graph": _ADDRESSES,
     "optimizer_cuda_graph": _ADDRESSES,
     "cuda_graph_impl": _ADDRESSES,
-    "calculate_per_token_loss": "divides gradients by a whole batch's tokens, for which all stages wait for the last",
     "reuse_grad_buf_for_mxfp8_param_ag": "keeps weights where gradients still wait for their step",
     "delay_wgrad_compute": "computes gradients after their batch",
     "defer_embedding_wgrad_compute": "computes the embedding's gradients when the pipeline is empty",

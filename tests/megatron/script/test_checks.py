@@ -135,11 +135,6 @@ REFUSED = {
     ),
     "2bw, fp8": ({"schedule": "2bw"}, {"fp8": "hybrid"}, "--evenpipe-schedule 2bw: --fp8-format "),
     "2bw, captured": ({"schedule": "2bw"}, {"cuda_graph_impl": "transformer_engine"}, "2bw: --cuda-graph-impl "),
-    "2bw, tokens": (
-        {"schedule": "2bw"},
-        {"calculate_per_token_loss": True},
-        "2bw: --calculate-per-token-loss divides gradients by a whole batch's tokens, for which all stages wait for ",
-    ),
     "2bw, written beside bpipe": ({"schedule": "2bw", "bpipe": True}, {"async_save": True}, "2bw: --async-save asks "),
     "2bw, traced with bpipe": (
         {"schedule": "2bw", "bpipe": True, "trace": "t.json"},

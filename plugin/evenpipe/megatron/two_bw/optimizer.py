@@ -65,10 +65,11 @@ class TwoBWOptimizer(Gradients):
         self._count_zeros = bool(optimizer.config.log_num_zeros_in_grad)
         scalers = [scaler for part in self._parts if (scaler := getattr(part, "grad_scaler", None)) is not None]
         self._tied = _tied_embedding(self._model)
-        self.decides = optimizer.config.clip_grad > 0 or bool(scalers)
+        self._per_token = bool(self._config.calculate_per_token_loss)
+        self.decides = optimizer.config.clip_grad > 0 or bool(scalers) or self._per_token
         self.waits = self.decides or self._tied is not None
         self.loss_scale = _loss_scale(scalers) if scalers else None
-        self.exchange = JointExchange(list(self._counted_in), 3, torch.device(torch.cuda.current_device()))
+        self.exchange = JointExchange(list(self._counted_in), 4, torch.device(torch.cuda.current_device()))
         self.versions = _weight_versions(self._model, self._parts)
         self._buckets = [
             group for chunk in model for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
@@ -76,6 +77,8 @@ class TwoBWOptimizer(Gradients):
         for bucket in self._buckets:
             # Asynchronous whether or not Megatron was told to overlap it with the last backward.
             bucket.ddp_config = dataclasses.replace(bucket.ddp_config, overlap_grad_reduce=True)
+        self._tokens: Tensor | None = None  # of the submitted batch, on the last stage
+        self._divisor = 1.0  # its gradients', by all stages' figures
         self._own: OwnGradients | None = None
         self._reduced = True  # within the stage
         self._pending = False  # whether a step is still to be made
@@ -130,8 +133,12 @@ class TwoBWOptimizer(Gradients):
         for zero in self._zero:
             zero()
 
+    def count(self, tokens: Tensor) -> None:
+        """The batch that has been backwarded has so many `tokens` in the loss, none but on the last stage."""
+        self._tokens = tokens
+
     def hold(self) -> Tensor:
-        """The figures are those of `_local_figures`, in each group that counts some."""
+        """The figures are those of `_local_figures` and the tokens, in each group that counts some."""
         self._end_within_stage()
         embedding = self._process_groups.embd
         with self._gradients.in_place():
@@ -142,12 +149,20 @@ class TwoBWOptimizer(Gradients):
                     self._sums.start(gradient, embedding, self._stage == 0)
                 self._sums.finish(counted=True)
             scale = None if self.loss_scale is None else self.loss_scale.submitted
-            return torch.cat([_local_figures(parts, scale, self._count_zeros) for parts in self._counted_in.values()])
+            each = [_local_figures(parts, scale, self._count_zeros) for parts in self._counted_in.values()]
+        for figures in each:
+            if self._tokens is not None:
+                figures[3] = self._tokens
+        return torch.cat(each)
 
     def outcome(self, rows: list[list[float]]) -> Outcome:
-        squares, overflows, zeros = (sum(column) for column in zip(*rows, strict=True))
+        columns = [*zip(*rows, strict=True)]
+        squares, overflows, zeros = map(sum, columns[:3])
+        if self._per_token:
+            self._divisor = max(columns[3]) or 1.0  # as Megatron, which leaves the gradients of no tokens as they are
         skipped = self.loss_scale is not None and overflows > 0
-        return Outcome(not skipped, None if skipped else math.sqrt(squares), zeros if self._count_zeros else None)
+        norm = None if skipped else math.sqrt(squares) / self._divisor
+        return Outcome(not skipped, norm, zeros if self._count_zeros else None)
 
     def step(self, outcome: Outcome) -> None:
         self._sums.finish()
@@ -155,6 +170,8 @@ class TwoBWOptimizer(Gradients):
             # Have Megatron look again where parameters lie whose shards the ranks gather.
             bucket.cached_param_buffer_shard_list = [None] * len(bucket.buckets)
         if outcome.updated:
+            if self._per_token:
+                self._gradients.divide(self._divisor)
             with self._gradients.in_place():
                 for part in self._parts:
                     with _stepping_with_own(part):
@@ -188,6 +205,8 @@ class TwoBWOptimizer(Gradients):
         groups.embd = groups.pos_embd = _GroupOfOne()  # these join stages; None would mean Megatron's own
         with hearing(None, "replicas' gradients"):
             self._finalize(groups)
+            if self._tokens is not None and groups.dp_cp.size() > 1:
+                dist.all_reduce(self._tokens, group=groups.dp_cp)
         self._gradients.keep()
 
     @property
@@ -214,6 +233,7 @@ class OwnGradients:
         self.nbytes = 0
         self._buckets: list[tuple[Tensor, Tensor]] = []
         self._parameters: list[tuple[Any, Tensor, Tensor]] = []
+        self._every: list[Tensor] = []
         for buffer in _buffers(model):
             shards, shard = 1, 0
             if buffer.ddp_config.use_distributed_optimizer:
@@ -225,6 +245,7 @@ class OwnGradients:
                 kept = list(buffer.grad_data.new_empty(sum(sizes)).split(sizes))
                 self.nbytes += held_gradient_bytes(buffer.grad_data.numel(), buffer.grad_data.element_size(), shards)
                 self._buckets += zip(present, kept, strict=True)
+            self._every += kept
             for bucket, part, own in zip(buffer.buckets, present, kept, strict=True):
                 for parameter in bucket.params:
                     whole = parameter.main_grad
@@ -236,6 +257,10 @@ class OwnGradients:
         """The gradients are reduced, and make way for the next ones."""
         for present, kept in self._buckets:
             kept.copy_(present)
+
+    def divide(self, divisor: float) -> None:
+        """Divide all that the optimizer steps with: losses were sums over tokens."""
+        torch._foreach_mul_(self._every, 1 / divisor)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -330,14 +355,15 @@ def _tied_embedding(model: Sequence[Any]) -> Tensor | None:
 
 
 def _local_figures(optimizers: Sequence[Any], scale: Tensor | None, zeros: bool) -> Tensor:
-    """This process' part of the gradient's figures, as three doubles on its device.
+    """This process' part of the gradient's figures, as four doubles on its device.
 
     They are the sum of squares, in units of a loss that is not scaled; 1 if a value is not finite (only looked for with
-    a `scale`); and, if asked for, the number of zeros. What other processes count too is left out, as in Megatron.
+    a `scale`); if asked for, the number of zeros; and room for one more. What other processes count too is left out, as
+    in Megatron.
     """
     gradients = [gradient for optimizer in optimizers for gradient in _counted(optimizer)]
     device = torch.device(torch.cuda.current_device())
-    figures = torch.zeros(3, dtype=torch.float64, device=device)
+    figures = torch.zeros(4, dtype=torch.float64, device=device)
     if not gradients:
         return figures
     norm, _ = clip_grads.multi_tensor_applier(
