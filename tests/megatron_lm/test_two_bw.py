@@ -20,6 +20,11 @@ TWO = ("--evenpipe-schedule", "2bw")
 PP4 = ("--pipeline-model-parallel-size", "4")
 PP2 = ("--pipeline-model-parallel-size", "2")
 SHARED_OUT = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2")
+BIASED = (
+    *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.1"),
+    *("--moe-router-score-function", "sigmoid"),
+)
+BY_BATCH = (*BIASED, "--moe-router-load-balancing-type", "global_aux_loss")
 MTP = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
 PER_TOKEN = "--calculate-per-token-loss"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -39,7 +44,7 @@ CASES = {
     "GPT DP2xPP2 experts over both, torch_dist": (GPT, (*PP2, *SHARED_OUT), "torch_dist"),
     "GPT DP2xPP2 experts over both, distributed optimizer, torch": (
         GPT,
-        (*PP2, *SHARED_OUT, "--use-distributed-optimizer", "--overlap-grad-reduce"),
+        (*PP2, *SHARED_OUT, *BY_BATCH, "--use-distributed-optimizer", "--overlap-grad-reduce"),
         "torch",
     ),
 }
@@ -78,7 +83,7 @@ def test_nothing_waits_for_another_stage(megatron_lm, tmp_path):
     waited = {}
     for schedule in ("2bw", "1f1b"):
         environment = {"TRACED": str(megatron_lm / GPT), "TRACES": str(tmp_path / schedule)}
-        flags = [*flags_for(megatron_lm, GPT, 6, ()), *PP4, *EXPERTS, "--evenpipe-schedule", schedule]
+        flags = [*flags_for(megatron_lm, GPT, 6, ()), *PP4, *EXPERTS, *BIASED, "--evenpipe-schedule", schedule]
         launch(megatron_lm, traced_collectives.__file__, 4, flags, environment)
         made = [
             tuple(row)
@@ -241,7 +246,8 @@ def _as_if_killed_after_the_tracker_moved(folder: Path, iteration: int) -> None:
 
 
 def test_evaluation_changes_nothing(megatron_lm, tmp_path):
-    flags = [*flags_for(megatron_lm, GPT, 5, ()), *PP4, *TWO, "--ckpt-format", "torch", "--save-interval", "5"]
+    flags = [*flags_for(megatron_lm, GPT, 5, ()), *PP4, *EXPERTS, *BY_BATCH, *TWO]
+    flags += ["--ckpt-format", "torch", "--save-interval", "5"]
     quiet = launch(megatron_lm, GPT, 4, [*flags, "--save", str(tmp_path / "quiet")])
     asked = launch(megatron_lm, GPT, 4, [*flags, "--save", str(tmp_path / "asked"), "--eval-interval", "2"])
     assert len(asked.validation) > len(quiet.validation)

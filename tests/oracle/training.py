@@ -13,7 +13,7 @@ from evenpipe.train import data
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.run import digest
 from tests.oracle.process import Trained
-from tests.oracle.recurrence import TwoBWUpdates, clip, descend, global_norm
+from tests.oracle.recurrence import Biases, TwoBWUpdates, clip, descend, global_norm
 from tests.oracle.stages import Stage, build_stages, forward_backward
 
 __all__ = ["train"]
@@ -34,12 +34,22 @@ def train(
     losses: list[float] = []
     norms: list[float] = []
 
+    routers = [module for stage in stages for module in stage.module.modules() if hasattr(module, "expert_bias")]
+    biases = [Biases(router, delay) for router in routers if router.expert_bias is not None]
+
     def gradients(batch: int, weights: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():
             for parameter, value in zip(parameters, weights, strict=True):
                 parameter.copy_(value)
+        for bias in biases:
+            bias.start_batch()
+        for router in routers:
+            if router.global_tokens_per_expert is not None:
+                router.reset_global_aux_loss_tracker()
         loss, found, tokens = _over_replicas(stages, options, corpus, batch, per_token)
         losses.append(loss)
+        for bias in biases:
+            bias.end_batch()
         _tie(stages, found)
         if per_token:
             for gradient in (gradient for own in found for gradient in own):

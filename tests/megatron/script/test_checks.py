@@ -187,16 +187,6 @@ REFUSED = {
         {"rampup_batch_size": ["2", "2", "100"]},
         "--group-size auto: --rampup-batch-size changes .*: leave it out, or give --group-size a number$",
     ),
-    "2bw, experts that are biased": (
-        {"schedule": "2bw"},
-        {"num_experts": 8, "moe_router_enable_expert_bias": True},
-        "--moe-router-enable-expert-bias changes routing after a batch, ",
-    ),
-    "2bw, experts balanced by a batch": (
-        {"schedule": "2bw"},
-        {"num_experts": 8, "moe_router_load_balancing_type": "quantile_balancing"},
-        "2bw: --moe-router-load-balancing-type quantile_balancing counts the tokens of a whole batch, ",
-    ),
     "2bw, experts whose weights are gathered": (
         {"schedule": "2bw"},
         {"num_experts": 8, "expert_tensor_parallel_num_weight_shards": 4, "expert_gtp_weight_remat_size": 2},

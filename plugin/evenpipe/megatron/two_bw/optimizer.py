@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from evenpipe.megatron.two_bw.figures import local_figures
+from evenpipe.megatron.two_bw.routers import Routers
 from evenpipe.megatron.unsupported import refused_with_two_versions
 from evenpipe.runtime.exchange import JointExchange
 from evenpipe.runtime.heartbeat import hearing
@@ -70,7 +70,8 @@ class TwoBWOptimizer(Gradients):
         self.waits = self.decides or self._tied is not None
         self.loss_scale = _loss_scale(scalers) if scalers else None
         self.exchange = JointExchange(list(self._counted_in), 4, torch.device(torch.cuda.current_device()))
-        self.versions = _weight_versions(self._model, self._parts)
+        self.routers = Routers(self._model)
+        self.versions = _weight_versions(self._model, self._parts, self.routers.biases)
         self._buckets = [
             group for chunk in model for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
         ]
@@ -138,7 +139,7 @@ class TwoBWOptimizer(Gradients):
         self._tokens = tokens
 
     def hold(self) -> Tensor:
-        """The figures are those of `_local_figures` and the tokens, in each group that counts some."""
+        """The figures are those of `local_figures` and the tokens, in each group that counts some."""
         self._end_within_stage()
         embedding = self._process_groups.embd
         with self._gradients.in_place():
@@ -149,7 +150,7 @@ class TwoBWOptimizer(Gradients):
                     self._sums.start(gradient, embedding, self._stage == 0)
                 self._sums.finish(counted=True)
             scale = None if self.loss_scale is None else self.loss_scale.submitted
-            each = [_local_figures(parts, scale, self._count_zeros) for parts in self._counted_in.values()]
+            each = [local_figures(parts, scale, self._count_zeros) for parts in self._counted_in.values()]
         for figures in each:
             if self._tokens is not None:
                 figures[3] = self._tokens
@@ -180,6 +181,7 @@ class TwoBWOptimizer(Gradients):
                     part.step_with_ready_grads()
             if _is_layer_wise(self._optimizer):
                 self._optimizer.allgather_params()
+        self.routers.step()
         self._forget()
         self._pending = False
 
@@ -204,7 +206,8 @@ class TwoBWOptimizer(Gradients):
         groups = copy.copy(self._process_groups)
         groups.embd = groups.pos_embd = _GroupOfOne()  # these join stages; None would mean Megatron's own
         with hearing(None, "replicas' gradients"):
-            self._finalize(groups)
+            with self.routers.finishing():
+                self._finalize(groups)
             if self._tokens is not None and groups.dp_cp.size() > 1:
                 dist.all_reduce(self._tokens, group=groups.dp_cp)
         self._gradients.keep()
@@ -314,8 +317,8 @@ def _loss_scale(scalers: Sequence[Any]) -> LossScale:
     return LossScale(lambda: scalers[0].scale.clone(), learn)
 
 
-def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any]) -> WeightVersions:
-    """Two versions of trainable parameters, and of all that Megatron's buffers and optimizers see of their memory."""
+def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any], biases: Sequence[Tensor]) -> WeightVersions:
+    """Two versions of trainable parameters, all that Megatron's buffers and optimizers see of them, and `biases`."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters() if parameter.requires_grad]
     shards = [
         tensor
@@ -326,7 +329,7 @@ def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any]) -> WeightV
     ]
     stepped = [tensor for optimizer in optimizers for tensor in optimizer.get_parameters()]
     aliases = [Alias(owner, "param_data") for buffer in _buffers(model) for owner in (buffer, *buffer.buckets)]
-    return WeightVersions(parameters, [*shards, *stepped], aliases)
+    return WeightVersions(parameters, [*shards, *stepped], aliases, biases)
 
 
 def _done_by_two_bw(*_: Any, **__: Any) -> None:
@@ -352,52 +355,3 @@ def _tied_embedding(model: Sequence[Any]) -> Tensor | None:
     """
     shared = (weight for weight in model[0].parameters() if getattr(weight, "shared_embedding", False))
     return next((weight for weight in shared if weight.requires_grad), None)
-
-
-def _local_figures(optimizers: Sequence[Any], scale: Tensor | None, zeros: bool) -> Tensor:
-    """This process' part of the gradient's figures, as four doubles on its device.
-
-    They are the sum of squares, in units of a loss that is not scaled; 1 if a value is not finite (only looked for with
-    a `scale`); if asked for, the number of zeros; and room for one more. What other processes count too is left out, as
-    in Megatron.
-    """
-    gradients = [gradient for optimizer in optimizers for gradient in _counted(optimizer)]
-    device = torch.device(torch.cuda.current_device())
-    figures = torch.zeros(4, dtype=torch.float64, device=device)
-    if not gradients:
-        return figures
-    norm, _ = clip_grads.multi_tensor_applier(
-        clip_grads.l2_norm_impl, torch.zeros(1, dtype=torch.int, device=device), [gradients], False
-    )
-    figures[0] = norm.double().square().squeeze()
-    if scale is not None:
-        largest = torch.stack(torch._foreach_norm(gradients, ord=float("inf")))
-        figures[0] /= scale.double().square().squeeze()
-        figures[1] = (~torch.isfinite(largest).all()).double()
-    if zeros:
-        figures[2] = torch.stack([gradient.numel() - torch.count_nonzero(gradient) for gradient in gradients]).sum()
-    return figures
-
-
-def _counted(optimizer: Any) -> Iterator[Tensor]:
-    """The gradients that `optimizer` steps with and counts, as fp32; `main_grad` has its own."""
-    groups = [getattr(optimizer, name) for name in ("tp_group", "expert_tp_group") if hasattr(optimizer, name)]
-    for parameter in _model_parameters(optimizer):
-        gradient: Tensor | None = getattr(parameter, "main_grad", None)
-        if gradient is None or not param_is_not_shared(parameter):
-            continue
-        if not param_is_not_tensor_parallel_duplicate(parameter, *groups):
-            continue
-        yield gradient.float()
-
-
-def _model_parameters(optimizer: Any) -> Iterator[Any]:
-    """The model's own parameters that `optimizer` steps, in whichever groups it keeps them."""
-    kept = [
-        groups
-        for name in ("float16_groups", "fp32_from_fp32_groups", "model_float16_groups", "model_fp32_groups")
-        if (groups := getattr(optimizer, name, None)) is not None
-    ]
-    for groups in kept or [[optimizer.get_parameters()]]:
-        for group in groups:
-            yield from group

@@ -19,7 +19,7 @@ from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import Spec, Stream, Unit, batch_of
 from evenpipe.settings.config import DelayCorrection
 from evenpipe.two_bw.inputs import ReadAhead
-from evenpipe.two_bw.stream import TwoBW
+from evenpipe.two_bw.stream import BatchState, TwoBW
 from evenpipe.upstream import verify
 
 __all__ = ["StreamSchedule"]
@@ -56,7 +56,8 @@ class StreamSchedule(PipelineSchedule):
 
         Returns what has all of 2BW that lasts between two calls: drain it before anything reads the weights.
         """
-        two_bw = TwoBW(optimizer, self.programs.spec, self.bpipe, state=losses, correction=delay_correction)
+        states: list[BatchState] = [optimizer.routers, *([] if losses is None else [losses])]
+        two_bw = TwoBW(optimizer, self.programs.spec, self.bpipe, states=states, correction=delay_correction)
         optimizer.take_over(two_bw.submit)
         self._attached = optimizer, two_bw
         return two_bw
