@@ -144,9 +144,7 @@ def test_every_refused_setting_is_one_of_megatrons() -> None:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("calculate_per_token_loss", True),
         ("dsa_indexer_loss_coeff", 0.01),
-        ("moe_router_enable_expert_bias", True),
         ("fp8", "hybrid"),
         ("overlap_param_gather", True),
         ("num_distributed_optimizer_instances", 2),

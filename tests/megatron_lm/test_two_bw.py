@@ -20,7 +20,13 @@ TWO = ("--evenpipe-schedule", "2bw")
 PP4 = ("--pipeline-model-parallel-size", "4")
 PP2 = ("--pipeline-model-parallel-size", "2")
 SHARED_OUT = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2")
+BIASED = (
+    *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.1"),
+    *("--moe-router-score-function", "sigmoid"),
+)
+BY_BATCH = (*BIASED, "--moe-router-load-balancing-type", "global_aux_loss")
 MTP = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
+PER_TOKEN = "--calculate-per-token-loss"
 UNTIED = "--untie-embeddings-and-output-weights"
 OVERLAPPED = ("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16")
 CASES = {
@@ -38,7 +44,7 @@ CASES = {
     "GPT DP2xPP2 experts over both, torch_dist": (GPT, (*PP2, *SHARED_OUT), "torch_dist"),
     "GPT DP2xPP2 experts over both, distributed optimizer, torch": (
         GPT,
-        (*PP2, *SHARED_OUT, "--use-distributed-optimizer", "--overlap-grad-reduce"),
+        (*PP2, *SHARED_OUT, *BY_BATCH, "--use-distributed-optimizer", "--overlap-grad-reduce"),
         "torch",
     ),
 }
@@ -77,7 +83,7 @@ def test_nothing_waits_for_another_stage(megatron_lm, tmp_path):
     waited = {}
     for schedule in ("2bw", "1f1b"):
         environment = {"TRACED": str(megatron_lm / GPT), "TRACES": str(tmp_path / schedule)}
-        flags = [*flags_for(megatron_lm, GPT, 6, ()), *PP4, *EXPERTS, "--evenpipe-schedule", schedule]
+        flags = [*flags_for(megatron_lm, GPT, 6, ()), *PP4, *EXPERTS, *BIASED, "--evenpipe-schedule", schedule]
         launch(megatron_lm, traced_collectives.__file__, 4, flags, environment)
         made = [
             tuple(row)
@@ -100,11 +106,16 @@ def test_nothing_waits_for_another_stage(megatron_lm, tmp_path):
     assert waited["1f1b"] & {"_reduce_any", "should_run_forward_backward"}
 
 
-@pytest.mark.parametrize("model", [(), MTP, (*MTP, UNTIED)], ids=["tied", "MTP, tied", "MTP, untied"])
+@pytest.mark.parametrize(
+    "model",
+    [(), MTP, (*MTP, UNTIED), (*MTP, PER_TOKEN)],
+    ids=["tied", "MTP, tied", "MTP, untied", "MTP, loss per token"],
+)
 def test_the_first_two_batches_run_on_the_first_weights(megatron_lm, model, tmp_path):
     """So the first update is stock's, bit for bit, and the second batch has the loss that it has without any.
 
-    Multi-token prediction has a copy of the embedding, whose gradients are one with the first stage's.
+    Multi-token prediction has a copy of the embedding, whose gradients are one with the first stage's. A batch has 512
+    tokens, by which all are divided without rounding.
     """
     flags = [*flags_for(megatron_lm, GPT, 2, ()), *PP4, *model, "--ckpt-format", "torch", "--save-interval", "1"]
     stock = launch(megatron_lm, GPT, 4, [*flags, "--save", str(tmp_path / "stock"), "--exit-interval", "1"])
@@ -235,7 +246,8 @@ def _as_if_killed_after_the_tracker_moved(folder: Path, iteration: int) -> None:
 
 
 def test_evaluation_changes_nothing(megatron_lm, tmp_path):
-    flags = [*flags_for(megatron_lm, GPT, 5, ()), *PP4, *TWO, "--ckpt-format", "torch", "--save-interval", "5"]
+    flags = [*flags_for(megatron_lm, GPT, 5, ()), *PP4, *EXPERTS, *BY_BATCH, *TWO]
+    flags += ["--ckpt-format", "torch", "--save-interval", "5"]
     quiet = launch(megatron_lm, GPT, 4, [*flags, "--save", str(tmp_path / "quiet")])
     asked = launch(megatron_lm, GPT, 4, [*flags, "--save", str(tmp_path / "asked"), "--eval-interval", "2"])
     assert len(asked.validation) > len(quiet.validation)

@@ -30,6 +30,7 @@ class Case(NamedTuple):
     options: TrainOptions
     delay: int
     norms_added_in: torch.dtype = torch.float64
+    per_token: bool = False
 
 
 def train_cases(

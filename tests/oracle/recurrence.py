@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["TwoBWUpdates", "clip", "descend", "global_norm"]
+__all__ = ["Biases", "TwoBWUpdates", "clip", "descend", "global_norm"]
 
 
 class TwoBWUpdates:
@@ -58,6 +59,25 @@ class TwoBWUpdates:
 
     def _copy(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self._newest]
+
+
+class Biases:
+    """The experts' bias of a router: B(t+1) = B(t) + rate · sign(mean - counts of batch t), routed by B(t-d)."""
+
+    def __init__(self, router: Any, delay: int) -> None:
+        self._router = router
+        self._versions = [torch.zeros_like(router.expert_bias) for _ in range(delay + 1)]
+
+    def start_batch(self) -> None:
+        """Route by the version of the batch."""
+        self._router.expert_bias.copy_(self._versions[0])
+        self._router.local_tokens_per_expert.zero_()
+
+    def end_batch(self) -> None:
+        """Move the newest by what has been counted."""
+        counts = self._router.local_tokens_per_expert
+        moved = torch.sign(counts.mean() - counts) * self._router.config.moe_router_bias_update_rate
+        self._versions = [*self._versions[1:], self._versions[-1] + moved]
 
 
 def descend(

@@ -61,26 +61,29 @@ def build_stages(options: TrainOptions, corpus: Corpus) -> list[Stage]:
 
 
 def forward_backward(
-    stages: Sequence[Stage], options: TrainOptions, batches: Iterable[MicroBatch]
-) -> tuple[float, list[list[Tensor]]]:
-    """One batch of one replica: the mean of its micro-batches' losses, and per stage the sums of their gradients.
+    stages: Sequence[Stage], options: TrainOptions, batches: Iterable[MicroBatch], per_token: bool = False
+) -> tuple[float, list[list[Tensor]], int]:
+    """One batch of one replica: the mean of its micro-batches' losses, per stage the sums of gradients; its tokens.
 
-    Gradients are in the order of `Stage.parameters`, summed in fp32 in the order of the micro-batches.
+    Gradients are in the order of `Stage.parameters`, summed in fp32 in the order of the micro-batches. They are of the
+    losses' mean or, `per_token`, of the sum of all tokens' losses.
     """
     sums = [[torch.zeros_like(parameter) for parameter in stage.parameters] for stage in stages]
-    losses = []
+    losses, tokens = [], 0
     for batch in batches:
-        losses.append(_one(stages, options, batch))
+        loss, count = _one(stages, options, batch, per_token)
+        losses.append(loss / count)
+        tokens += count
         for stage, own in zip(stages, sums, strict=True):
             for parameter, total in zip(stage.parameters, own, strict=True):
                 assert parameter.grad is not None
                 total.add_(parameter.grad)
                 parameter.grad = None
-    return sum(losses) / len(losses), sums
+    return sum(losses) / len(losses), sums, tokens
 
 
-def _one(stages: Sequence[Stage], options: TrainOptions, batch: MicroBatch) -> float:
-    """Forward and backward of one micro-batch, stage by stage; its loss per counted token."""
+def _one(stages: Sequence[Stage], options: TrainOptions, batch: MicroBatch, per_token: bool) -> tuple[float, int]:
+    """Forward and backward of one micro-batch, stage by stage; the sum of its counted tokens' losses, and these."""
     tokens, labels, counted = map(torch.from_numpy, batch)
     received: list[Tensor] = []
     outputs: list[Tensor] = []
@@ -91,12 +94,15 @@ def _one(stages: Sequence[Stage], options: TrainOptions, batch: MicroBatch) -> f
         outputs.append(_output(stage.module, options, tokens, labels))
     total = torch.sum(outputs.pop().float() * counted)
     count = counted.sum().to(torch.int)
-    # The auxiliary loss is of a micro-batch, of which a batch takes the mean.
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / options.micro_batches))
-    (total / count / options.micro_batches).backward()
+    if per_token:
+        total.backward()
+    else:
+        # The auxiliary loss is of a micro-batch, of which a batch takes the mean.
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / options.micro_batches))
+        (total / count / options.micro_batches).backward()
     while outputs:
         outputs.pop().backward(received.pop().grad)
-    return total.item() / count.item()
+    return total.item(), int(count.item())
 
 
 def _output(module: nn.Module, options: TrainOptions, tokens: Tensor, labels: Tensor) -> Tensor:

@@ -13,17 +13,20 @@ from evenpipe.train import data
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.run import digest
 from tests.oracle.process import Trained
-from tests.oracle.recurrence import TwoBWUpdates, clip, descend, global_norm
+from tests.oracle.recurrence import Biases, TwoBWUpdates, clip, descend, global_norm
 from tests.oracle.stages import Stage, build_stages, forward_backward
 
 __all__ = ["train"]
 
 
-def train(options: TrainOptions, delay: int, norms_added_in: torch.dtype = torch.float64) -> Trained:
+def train(
+    options: TrainOptions, delay: int, norms_added_in: torch.dtype = torch.float64, per_token: bool = False
+) -> Trained:
     """Every batch t of `options` runs on W(max(t − delay, 0)) and makes W(t+1) of W(t).
 
     Needs Megatron's parallel state of one process. Data-parallel replicas run one after the other, and tensor-parallel
-    ranks as one, which moves the last bits. `norms_added_in`: see `global_norm`.
+    ranks as one, which moves the last bits. `norms_added_in`: see `global_norm`. `per_token`: all tokens of a batch
+    count alike in its loss, and not all micro-batches.
     """
     corpus = data.load(options)
     stages = build_stages(options, corpus)
@@ -31,13 +34,26 @@ def train(options: TrainOptions, delay: int, norms_added_in: torch.dtype = torch
     losses: list[float] = []
     norms: list[float] = []
 
+    routers = [module for stage in stages for module in stage.module.modules() if hasattr(module, "expert_bias")]
+    biases = [Biases(router, delay) for router in routers if router.expert_bias is not None]
+
     def gradients(batch: int, weights: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():
             for parameter, value in zip(parameters, weights, strict=True):
                 parameter.copy_(value)
-        loss, found = _over_replicas(stages, options, corpus, batch)
+        for bias in biases:
+            bias.start_batch()
+        for router in routers:
+            if router.global_tokens_per_expert is not None:
+                router.reset_global_aux_loss_tracker()
+        loss, found, tokens = _over_replicas(stages, options, corpus, batch, per_token)
         losses.append(loss)
+        for bias in biases:
+            bias.end_batch()
         _tie(stages, found)
+        if per_token:
+            for gradient in (gradient for own in found for gradient in own):
+                gradient.mul_(1.0 / tokens)
         counted = [_counted(stage, own) for stage, own in zip(stages, found, strict=True)]
         norms.append(global_norm(counted, norms_added_in))
         together = [gradient for own in found for gradient in own]
@@ -56,17 +72,23 @@ def train(options: TrainOptions, delay: int, norms_added_in: torch.dtype = torch
 
 
 def _over_replicas(
-    stages: Sequence[Stage], options: TrainOptions, corpus: data.Corpus, batch: int
-) -> tuple[float, list[list[Tensor]]]:
-    """Loss and gradients (per stage) of a batch, each the mean over data-parallel replicas."""
+    stages: Sequence[Stage], options: TrainOptions, corpus: data.Corpus, batch: int, per_token: bool
+) -> tuple[float, list[list[Tensor]], Tensor]:
+    """Loss and gradients (per stage) of a batch, each the mean over data-parallel replicas, and the number of tokens.
+
+    `per_token`: gradients are sums.
+    """
     count = options.data_parallel
-    found = [forward_backward(stages, options, corpus.micro_batches(batch, replica)) for replica in range(count)]
-    losses, gradients = zip(*found, strict=True)
+    found = [
+        forward_backward(stages, options, corpus.micro_batches(batch, replica), per_token) for replica in range(count)
+    ]
+    losses, gradients, tokens = zip(*found, strict=True)
+    share = 1 if per_token else count
     mean = [
-        [sum((gradient / count for gradient in one[1:]), one[0] / count) for one in zip(*of_stage, strict=True)]
+        [sum((gradient / share for gradient in one[1:]), one[0] / share) for one in zip(*of_stage, strict=True)]
         for of_stage in zip(*gradients, strict=True)
     ]
-    return sum(losses) / count, mean
+    return sum(losses) / count, mean, torch.tensor(sum(tokens), dtype=torch.int)
 
 
 def _tie(stages: Sequence[Stage], gradients: Sequence[Sequence[Tensor]]) -> None:

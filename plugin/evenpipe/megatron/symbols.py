@@ -316,6 +316,7 @@ _CALLED: Final[Mapping[str, Changes]] = {
         "0.19": "(param, tp_group=None, expert_tp_group=None)",
     },
     "megatron.core.transformer.module:param_is_not_shared": "(param)",
+    f"{_MOE}.router:TopKRouter._maintain_float32_expert_bias": "(self)",
     f"{_MOE}.moe_utils:get_moe_layer_wise_logging_tracker": {"0.14": "()", "0.18": None},
     f"{_MOE}.moe_utils:get_moe_metrics_tracker": {"0.18": "()"},
     f"{_MOE}.moe_logging:MoEMetricsTracker.metrics": {"0.18": PRESENT},
@@ -340,6 +341,11 @@ _ASSIGNED: Final[Mapping[str, Mapping[str, Changes]]] = {
         f"{_BUFFERS}:_ParamAndGradBuffer.param_data": PRESENT,
         f"{_BUFFERS}:_ParamAndGradBucket.param_data": PRESENT,
         f"{_GROUP}.cached_param_buffer_shard_list": PRESENT,
+    },
+    "2bw: a batch of experts' tokens has counts of its own, and a weight version its bias": {
+        **members(f"{_MOE}.router:TopKRouter", ("expert_bias", "local_tokens_per_expert")),
+        **members(f"{_MOE}.router:TopKRouter", ("global_tokens_per_expert", "ga_steps"), {"0.15": PRESENT}),
+        **members(f"{_MOE}.router:TopKRouter", ("qb_beta", "qb_beta_accum", "qb_beta_count"), {"0.19": PRESENT}),
     },
     "2bw: gradients are reduced beside the next forward, whether or not Megatron overlaps it": {
         f"{_GROUP}.ddp_config": PRESENT,

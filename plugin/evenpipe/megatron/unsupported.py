@@ -40,9 +40,6 @@ class Refusal(NamedTuple):
         return f"{self.setting}{self.value and '='}{self.value} {self.reason}: {self.remedy}"
 
 
-_OF_A_BATCH: Final = ("global_aux_loss", "quantile_balancing")
-
-
 def _several(number: Any, _: object = None) -> bool:
     return (number or 1) > 1
 
@@ -63,7 +60,6 @@ _REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
             lambda _, given: _several(getattr(given, "expert_gtp_weight_remat_size", 1))
         ),
         "cuda_graph_impl": lambda captured, _: captured not in (None, "none"),
-        "moe_router_load_balancing_type": lambda kinds, _: any(one in (kinds or ()) for one in _OF_A_BATCH),
         "grad_norm_skip_threshold": lambda threshold, _: math.isfinite(threshold or math.inf),
         "ckpt_format": _by_chunk,
         "ckpt_convert_format": _by_chunk,
@@ -124,7 +120,6 @@ _SHARDED = "shards weights beyond data-parallel replicas"
 _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "overlap_param_gather": "gathers the newest weights in a forward that has to run on the ones before",
     "overlap_param_gather_with_optimizer_step": "gathers weights while a batch still runs on the ones before",
-    "moe_router_enable_expert_bias": "changes routing after a batch, when stages compute the next one",
     "fp8": _ONE_VERSION,
     "fp4": _ONE_VERSION,
     "use_precision_aware_optimizer": _ONE_VERSION,
@@ -133,7 +128,6 @@ _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "external_cuda_graph": _ADDRESSES,
     "optimizer_cuda_graph": _ADDRESSES,
     "cuda_graph_impl": _ADDRESSES,
-    "calculate_per_token_loss": "divides gradients by a whole batch's tokens, for which all stages wait for the last",
     "reuse_grad_buf_for_mxfp8_param_ag": "keeps weights where gradients still wait for their step",
     "delay_wgrad_compute": "computes gradients after their batch",
     "defer_embedding_wgrad_compute": "computes the embedding's gradients when the pipeline is empty",
@@ -148,7 +142,6 @@ _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "gtp_weight_remat_size": _SHARDED,
     "expert_tensor_parallel_num_weight_shards": _SHARDED,
     "expert_gtp_weight_remat_size": _SHARDED,
-    "moe_router_load_balancing_type": "counts the tokens of a whole batch, when stages compute the next one",
     "grad_norm_skip_threshold": "skips steps in a way that 2bw does not know",
 }
 

@@ -42,13 +42,19 @@ class WeightVersions:
 
     The second memory is one copy of the storages that `parameters` lie in. `others` are further tensors, and `aliases`
     attributes, that lie in the same storages and that the optimizer reads or writes (shards, flat buffers): they always
-    point at the newest version. Tensors elsewhere are left alone.
+    point at the newest version. Tensors elsewhere are left alone. `buffers` have versions as parameters have.
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], others: Iterable[Tensor] = (), aliases: Iterable[Alias] = ()
+        self,
+        parameters: Iterable[Tensor],
+        others: Iterable[Tensor] = (),
+        aliases: Iterable[Alias] = (),
+        buffers: Iterable[Tensor] = (),
     ) -> None:
-        self._parameters = list({id(tensor): tensor for tensor in parameters}.values())
+        trained = {id(tensor): tensor for tensor in parameters}
+        self._trained = len(trained)
+        self._parameters = [*trained.values(), *buffers]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._parameters}
         copies = {address: _copy_of(storage) for address, storage in storages.items()}
         self._memories = tuple((storages[address], copies[address]) for address in storages)
@@ -120,9 +126,13 @@ class WeightVersions:
                 )
 
     def tensors(self, version: int) -> list[Tensor]:
-        """Return the parameters of `version`, in the order they were given; views of its memory."""
+        """Return the parameters of `version`, then the buffers, in the order they were given; views of its memory."""
         memory = self._memory_of(version)
         return [view.tensors[memory] for view in self._used]
+
+    def trained(self, version: int) -> list[Tensor]:
+        """Return the parameters alone."""
+        return self.tensors(version)[: self._trained]
 
     def restart(self, latest: int, before: Sequence[Tensor] | None) -> None:
         """Call what the parameters hold now version `latest`, and the version before it `before` (None: the same)."""

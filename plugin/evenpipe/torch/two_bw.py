@@ -185,7 +185,7 @@ class TwoBWTraining(Iterator[Tensor | None]):
         self._sizes = schedule.stages, schedule.micro_batches
         self._buffers = _Buffers(pipeline.chunks)
         paired, swaps = bool(pipeline.program.pairs), swapping(schedule)
-        self.two_bw = TwoBW(gradients, find(schedule.name), paired, swaps, self._buffers, delay_correction)
+        self.two_bw = TwoBW(gradients, find(schedule.name), paired, swaps, [self._buffers], delay_correction)
         self._ahead: Sequence[Any] | None = None
         self._found: dict[int, Tensor] = {}
         self._items: dict[int, Sequence[Any]] = {}  # of the present batch and the next, along the stream

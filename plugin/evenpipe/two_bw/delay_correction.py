@@ -93,7 +93,7 @@ class WeightPrediction:
 
     @property
     def _newest(self) -> list[Tensor]:
-        return self._versions.tensors(self._versions.latest)
+        return self._versions.trained(self._versions.latest)
 
     def _exchange(self) -> None:
         for tensor, other in zip(self._newest, self._others, strict=True):

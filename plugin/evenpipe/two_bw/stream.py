@@ -70,7 +70,7 @@ class TwoBW:
         spec: Spec,
         bpipe: bool,
         swaps: Swaps = (),
-        state: BatchState | None = None,
+        states: Sequence[BatchState] = (),
         correction: DelayCorrection = "none",
     ) -> None:
         self.gradients = gradients
@@ -88,7 +88,7 @@ class TwoBW:
         self._spec = spec
         self._bpipe = bpipe
         self._swaps = swaps
-        self._state = state
+        self._states = states
         self._stream: tuple[Stream, StreamStage, Executor] | None = None
         self._called = 0  # batches of the stream
         self._settings: _Settings | None = None  # of the submitted step's own batch
@@ -142,8 +142,8 @@ class TwoBW:
         assert self._stream is not None, "a call is being carried out"
         batch = self.first + batch_of(unit.micro_batch, self._stream[0].micro_batches)
         self.versions.use(required_version(batch))
-        if self._state is not None:
-            self._state.use(batch)
+        for state in self._states:
+            state.use(batch)
 
     @torch.no_grad()
     def submit(self) -> Outcome:
@@ -169,8 +169,8 @@ class TwoBW:
         row, self._row = self._row, None
         if self.gradients.exchange is not None and row is not None:
             self.gradients.exchange.start(row)
-        if self._state is not None:
-            self._state.gather(self.batch - 1)
+        for state in self._states:
+            state.gather(self.batch - 1)
         for owner in tuple(self._with_figures):
             self.start_waiting(owner)
 
@@ -234,8 +234,8 @@ class TwoBW:
         stream, stage, executor = self._stream
         executor.break_off(stream.owed(executor.stage_index, self._called - 1))
         stage.forget()
-        if self._state is not None:
-            self._state.drop(self.batch)
+        for state in self._states:
+            state.drop(self.batch)
         self.inputs.rewind()
         self._stream = None
 

@@ -135,11 +135,6 @@ REFUSED = {
     ),
     "2bw, fp8": ({"schedule": "2bw"}, {"fp8": "hybrid"}, "--evenpipe-schedule 2bw: --fp8-format "),
     "2bw, captured": ({"schedule": "2bw"}, {"cuda_graph_impl": "transformer_engine"}, "2bw: --cuda-graph-impl "),
-    "2bw, tokens": (
-        {"schedule": "2bw"},
-        {"calculate_per_token_loss": True},
-        "2bw: --calculate-per-token-loss divides gradients by a whole batch's tokens, for which all stages wait for ",
-    ),
     "2bw, written beside bpipe": ({"schedule": "2bw", "bpipe": True}, {"async_save": True}, "2bw: --async-save asks "),
     "2bw, traced with bpipe": (
         {"schedule": "2bw", "bpipe": True, "trace": "t.json"},
@@ -191,16 +186,6 @@ REFUSED = {
         AUTO,
         {"rampup_batch_size": ["2", "2", "100"]},
         "--group-size auto: --rampup-batch-size changes .*: leave it out, or give --group-size a number$",
-    ),
-    "2bw, experts that are biased": (
-        {"schedule": "2bw"},
-        {"num_experts": 8, "moe_router_enable_expert_bias": True},
-        "--moe-router-enable-expert-bias changes routing after a batch, ",
-    ),
-    "2bw, experts balanced by a batch": (
-        {"schedule": "2bw"},
-        {"num_experts": 8, "moe_router_load_balancing_type": "quantile_balancing"},
-        "2bw: --moe-router-load-balancing-type quantile_balancing counts the tokens of a whole batch, ",
     ),
     "2bw, experts whose weights are gathered": (
         {"schedule": "2bw"},

@@ -3,6 +3,7 @@
 import resource
 from argparse import Namespace
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ class Buffers:
     """What is saved of 2BW, and given back."""
 
     correction = None
+    versions = SimpleNamespace(latest=0, tensors=lambda version: [None, None])
 
     def __init__(self, before):
         self.before = before

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from evenpipe.megatron.two_bw.figures import local_figures
+from evenpipe.megatron.two_bw.routers import Routers
 from evenpipe.megatron.unsupported import refused_with_two_versions
 from evenpipe.runtime.exchange import JointExchange
 from evenpipe.runtime.heartbeat import hearing
@@ -65,17 +65,21 @@ class TwoBWOptimizer(Gradients):
         self._count_zeros = bool(optimizer.config.log_num_zeros_in_grad)
         scalers = [scaler for part in self._parts if (scaler := getattr(part, "grad_scaler", None)) is not None]
         self._tied = _tied_embedding(self._model)
-        self.decides = optimizer.config.clip_grad > 0 or bool(scalers)
+        self._per_token = bool(self._config.calculate_per_token_loss)
+        self.decides = optimizer.config.clip_grad > 0 or bool(scalers) or self._per_token
         self.waits = self.decides or self._tied is not None
         self.loss_scale = _loss_scale(scalers) if scalers else None
-        self.exchange = JointExchange(list(self._counted_in), 3, torch.device(torch.cuda.current_device()))
-        self.versions = _weight_versions(self._model, self._parts)
+        self.exchange = JointExchange(list(self._counted_in), 4, torch.device(torch.cuda.current_device()))
+        self.routers = Routers(self._model)
+        self.versions = _weight_versions(self._model, self._parts, self.routers.biases)
         self._buckets = [
             group for chunk in model for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
         ]
         for bucket in self._buckets:
             # Asynchronous whether or not Megatron was told to overlap it with the last backward.
             bucket.ddp_config = dataclasses.replace(bucket.ddp_config, overlap_grad_reduce=True)
+        self._tokens: Tensor | None = None  # of the submitted batch, on the last stage
+        self._divisor = 1.0  # its gradients', by all stages' figures
         self._own: OwnGradients | None = None
         self._reduced = True  # within the stage
         self._pending = False  # whether a step is still to be made
@@ -130,8 +134,12 @@ class TwoBWOptimizer(Gradients):
         for zero in self._zero:
             zero()
 
+    def count(self, tokens: Tensor) -> None:
+        """The batch that has been backwarded has so many `tokens` in the loss, none but on the last stage."""
+        self._tokens = tokens
+
     def hold(self) -> Tensor:
-        """The figures are those of `_local_figures`, in each group that counts some."""
+        """The figures are those of `local_figures` and the tokens, in each group that counts some."""
         self._end_within_stage()
         embedding = self._process_groups.embd
         with self._gradients.in_place():
@@ -142,12 +150,20 @@ class TwoBWOptimizer(Gradients):
                     self._sums.start(gradient, embedding, self._stage == 0)
                 self._sums.finish(counted=True)
             scale = None if self.loss_scale is None else self.loss_scale.submitted
-            return torch.cat([_local_figures(parts, scale, self._count_zeros) for parts in self._counted_in.values()])
+            each = [local_figures(parts, scale, self._count_zeros) for parts in self._counted_in.values()]
+        for figures in each:
+            if self._tokens is not None:
+                figures[3] = self._tokens
+        return torch.cat(each)
 
     def outcome(self, rows: list[list[float]]) -> Outcome:
-        squares, overflows, zeros = (sum(column) for column in zip(*rows, strict=True))
+        columns = [*zip(*rows, strict=True)]
+        squares, overflows, zeros = map(sum, columns[:3])
+        if self._per_token:
+            self._divisor = max(columns[3]) or 1.0  # as Megatron, which leaves the gradients of no tokens as they are
         skipped = self.loss_scale is not None and overflows > 0
-        return Outcome(not skipped, None if skipped else math.sqrt(squares), zeros if self._count_zeros else None)
+        norm = None if skipped else math.sqrt(squares) / self._divisor
+        return Outcome(not skipped, norm, zeros if self._count_zeros else None)
 
     def step(self, outcome: Outcome) -> None:
         self._sums.finish()
@@ -155,6 +171,8 @@ class TwoBWOptimizer(Gradients):
             # Have Megatron look again where parameters lie whose shards the ranks gather.
             bucket.cached_param_buffer_shard_list = [None] * len(bucket.buckets)
         if outcome.updated:
+            if self._per_token:
+                self._gradients.divide(self._divisor)
             with self._gradients.in_place():
                 for part in self._parts:
                     with _stepping_with_own(part):
@@ -163,6 +181,7 @@ class TwoBWOptimizer(Gradients):
                     part.step_with_ready_grads()
             if _is_layer_wise(self._optimizer):
                 self._optimizer.allgather_params()
+        self.routers.step()
         self._forget()
         self._pending = False
 
@@ -187,7 +206,10 @@ class TwoBWOptimizer(Gradients):
         groups = copy.copy(self._process_groups)
         groups.embd = groups.pos_embd = _GroupOfOne()  # these join stages; None would mean Megatron's own
         with hearing(None, "replicas' gradients"):
-            self._finalize(groups)
+            with self.routers.finishing():
+                self._finalize(groups)
+            if self._tokens is not None and groups.dp_cp.size() > 1:
+                dist.all_reduce(self._tokens, group=groups.dp_cp)
         self._gradients.keep()
 
     @property
@@ -214,6 +236,7 @@ class OwnGradients:
         self.nbytes = 0
         self._buckets: list[tuple[Tensor, Tensor]] = []
         self._parameters: list[tuple[Any, Tensor, Tensor]] = []
+        self._every: list[Tensor] = []
         for buffer in _buffers(model):
             shards, shard = 1, 0
             if buffer.ddp_config.use_distributed_optimizer:
@@ -225,6 +248,7 @@ class OwnGradients:
                 kept = list(buffer.grad_data.new_empty(sum(sizes)).split(sizes))
                 self.nbytes += held_gradient_bytes(buffer.grad_data.numel(), buffer.grad_data.element_size(), shards)
                 self._buckets += zip(present, kept, strict=True)
+            self._every += kept
             for bucket, part, own in zip(buffer.buckets, present, kept, strict=True):
                 for parameter in bucket.params:
                     whole = parameter.main_grad
@@ -236,6 +260,10 @@ class OwnGradients:
         """The gradients are reduced, and make way for the next ones."""
         for present, kept in self._buckets:
             kept.copy_(present)
+
+    def divide(self, divisor: float) -> None:
+        """Divide all that the optimizer steps with: losses were sums over tokens."""
+        torch._foreach_mul_(self._every, 1 / divisor)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -289,8 +317,8 @@ def _loss_scale(scalers: Sequence[Any]) -> LossScale:
     return LossScale(lambda: scalers[0].scale.clone(), learn)
 
 
-def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any]) -> WeightVersions:
-    """Two versions of trainable parameters, and of all that Megatron's buffers and optimizers see of their memory."""
+def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any], biases: Sequence[Tensor]) -> WeightVersions:
+    """Two versions of trainable parameters, all that Megatron's buffers and optimizers see of them, and `biases`."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters() if parameter.requires_grad]
     shards = [
         tensor
@@ -301,7 +329,7 @@ def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any]) -> WeightV
     ]
     stepped = [tensor for optimizer in optimizers for tensor in optimizer.get_parameters()]
     aliases = [Alias(owner, "param_data") for buffer in _buffers(model) for owner in (buffer, *buffer.buckets)]
-    return WeightVersions(parameters, [*shards, *stepped], aliases)
+    return WeightVersions(parameters, [*shards, *stepped], aliases, biases)
 
 
 def _done_by_two_bw(*_: Any, **__: Any) -> None:
@@ -327,51 +355,3 @@ def _tied_embedding(model: Sequence[Any]) -> Tensor | None:
     """
     shared = (weight for weight in model[0].parameters() if getattr(weight, "shared_embedding", False))
     return next((weight for weight in shared if weight.requires_grad), None)
-
-
-def _local_figures(optimizers: Sequence[Any], scale: Tensor | None, zeros: bool) -> Tensor:
-    """This process' part of the gradient's figures, as three doubles on its device.
-
-    They are the sum of squares, in units of a loss that is not scaled; 1 if a value is not finite (only looked for with
-    a `scale`); and, if asked for, the number of zeros. What other processes count too is left out, as in Megatron.
-    """
-    gradients = [gradient for optimizer in optimizers for gradient in _counted(optimizer)]
-    device = torch.device(torch.cuda.current_device())
-    figures = torch.zeros(3, dtype=torch.float64, device=device)
-    if not gradients:
-        return figures
-    norm, _ = clip_grads.multi_tensor_applier(
-        clip_grads.l2_norm_impl, torch.zeros(1, dtype=torch.int, device=device), [gradients], False
-    )
-    figures[0] = norm.double().square().squeeze()
-    if scale is not None:
-        largest = torch.stack(torch._foreach_norm(gradients, ord=float("inf")))
-        figures[0] /= scale.double().square().squeeze()
-        figures[1] = (~torch.isfinite(largest).all()).double()
-    if zeros:
-        figures[2] = torch.stack([gradient.numel() - torch.count_nonzero(gradient) for gradient in gradients]).sum()
-    return figures
-
-
-def _counted(optimizer: Any) -> Iterator[Tensor]:
-    """The gradients that `optimizer` steps with and counts, as fp32; `main_grad` has its own."""
-    groups = [getattr(optimizer, name) for name in ("tp_group", "expert_tp_group") if hasattr(optimizer, name)]
-    for parameter in _model_parameters(optimizer):
-        gradient: Tensor | None = getattr(parameter, "main_grad", None)
-        if gradient is None or not param_is_not_shared(parameter):
-            continue
-        if not param_is_not_tensor_parallel_duplicate(parameter, *groups):
-            continue
-        yield gradient.float()
-
-
-def _model_parameters(optimizer: Any) -> Iterator[Any]:
-    """The model's own parameters that `optimizer` steps, in whichever groups it keeps them."""
-    kept = [
-        groups
-        for name in ("float16_groups", "fp32_from_fp32_groups", "model_float16_groups", "model_fp32_groups")
-        if (groups := getattr(optimizer, name, None)) is not None
-    ]
-    for groups in kept or [[optimizer.get_parameters()]]:
-        for group in groups:
-            yield from group

@@ -16,10 +16,10 @@ from evenpipe.megatron.symbols import TWO_BW
 from evenpipe.megatron.two_bw.expert_losses import ExpertLosses
 from evenpipe.megatron.two_bw.optimizer import TwoBWOptimizer
 from evenpipe.runtime.executor import Observer
-from evenpipe.schedule import Spec, Stream, Unit
+from evenpipe.schedule import Spec, Stream, Unit, batch_of
 from evenpipe.settings.config import DelayCorrection
 from evenpipe.two_bw.inputs import ReadAhead
-from evenpipe.two_bw.stream import TwoBW
+from evenpipe.two_bw.stream import BatchState, TwoBW
 from evenpipe.upstream import verify
 
 __all__ = ["StreamSchedule"]
@@ -56,7 +56,8 @@ class StreamSchedule(PipelineSchedule):
 
         Returns what has all of 2BW that lasts between two calls: drain it before anything reads the weights.
         """
-        two_bw = TwoBW(optimizer, self.programs.spec, self.bpipe, state=losses, correction=delay_correction)
+        states: list[BatchState] = [optimizer.routers, *([] if losses is None else [losses])]
+        two_bw = TwoBW(optimizer, self.programs.spec, self.bpipe, states=states, correction=delay_correction)
         optimizer.take_over(two_bw.submit)
         self._attached = optimizer, two_bw
         return two_bw
@@ -124,6 +125,7 @@ class _StreamStage(MegatronStage):
         self._read_ahead = inputs
         self._sync = Sync()
         self._without_sync = ExitStack()
+        self._tokens: dict[int, Tensor] = {}  # by batch of the stream
 
     def start_batch(self, batch: Batch) -> None:
         """The call of the next batch begins."""
@@ -133,6 +135,8 @@ class _StreamStage(MegatronStage):
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         self._read_ahead.start_forward()
+        batch = batch_of(unit.micro_batch, self._batch.num_microbatches)
+        self.tokens = self._tokens.setdefault(batch, torch.zeros_like(self.tokens))
         return super().forward(unit, inputs)
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
@@ -144,6 +148,9 @@ class _StreamStage(MegatronStage):
             self._without_sync = without_sync(self._batch.config)
         if place == self._batch.num_microbatches - 1:
             self._without_sync.close()
+            tokens = self._tokens.pop(batch_of(unit.micro_batch, self._batch.num_microbatches))
+            if self._batch.config.calculate_per_token_loss:
+                self._optimizer.count(tokens)
         return super().backward(unit, gradients)
 
     def forget(self) -> None:

@@ -36,7 +36,7 @@ class _Share(NamedTuple):
     name: str
     replica: int
     weights: Sequence[torch.Tensor]
-    places: Sequence[int]
+    places: list[int]
     own: bool = False
 
 
@@ -111,9 +111,11 @@ def _shares(model: Sequence[Any], two_bw: TwoBW) -> list[_Share]:
 
     shard = parallel_state.get_tensor_model_parallel_rank()
     dense = share(True, f"shard_{shard:02d}", parallel_state.get_data_parallel_rank(with_context_parallel=True))
+    versions = two_bw.versions.tensors(two_bw.versions.latest)
+    dense.places.extend(range(len(trainable), len(versions)))  # biases of routers
     own = []
     if two_bw.correction is not None and two_bw.correction.own:
-        own.append(_Share(f"rank_{dist.get_rank():05d}", 0, parameters, (), own=True))
+        own.append(_Share(f"rank_{dist.get_rank():05d}", 0, parameters, [], own=True))
     if all(map(_is_dense, parameters)):
         return [dense, *own]
     experts, shard = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
