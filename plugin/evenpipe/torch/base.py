@@ -179,11 +179,12 @@ class Pipeline(ABC):
         scaled_to(limit, norm, [one.grad for one in self.parameters() if one.grad is not None])
         return norm
 
-    def average_gradients(self, replicas: dist.ProcessGroup) -> None:
-        """Give this stage's gradients the mean over the processes with the same stage, between `step` and clipping."""
+    def reduce_gradients(self, replicas: dist.ProcessGroup, *, mean: bool = True) -> None:
+        """Give this stage's gradients the mean, or the sum, over the processes with the same stage, before clipping."""
         for gradient in self.gradients if replicas.size() > 1 else ():
             dist.all_reduce(gradient, group=replicas)
-            gradient.div_(replicas.size())
+            if mean:
+                gradient.div_(replicas.size())
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

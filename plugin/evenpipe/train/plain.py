@@ -139,7 +139,7 @@ class PlainEngine(Observer, ABC):
     def _step(self, iteration: int) -> None:
         """The optimizer's, on the mean of the replicas' gradients, clipped."""
         self._case.failure.enter("optimizer step")
-        self.pipeline.average_gradients(self.replicas)
+        self.pipeline.reduce_gradients(self.replicas)
         norm = self.pipeline.clip_grad_norm(self._case.options.clip_grad)
         self.optimizer.step()
         self._stepped = OptimizerStep(iteration, True, norm)
