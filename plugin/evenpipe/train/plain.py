@@ -21,8 +21,8 @@ from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.runtime.precisions import PRECISIONS, autocasting
 from evenpipe.schedule import FORWARD, INPUT_GRADIENT, Action
 from evenpipe.torch.pipeline import ModulePipeline
-from evenpipe.torch.placement import place
 from evenpipe.torch.planned import PlannedPipeline
+from evenpipe.torch.replicas import groups_of
 from evenpipe.torch.two_bw import TwoBWTraining
 from evenpipe.train.data import random_batch
 from evenpipe.train.engine import Case, Coordinates, OptimizerStep, Tuned, changed_versions
@@ -77,9 +77,9 @@ class PlainEngine(Observer, ABC):
         self._case = case
         self._stepped: OptimizerStep | None = None
         self._first = 0
-        placement = place(case.options.stages)
-        self.coordinates = Coordinates(case.failure.stage, 0, placement.replica)
-        self.replicas, self._pipeline_group = placement.replicas, placement.pipeline
+        groups = groups_of(case.options.stages)
+        self.coordinates = Coordinates(case.failure.stage, 0, groups.replica)
+        self.replicas, self._pipeline_group = groups.replicas, groups.pipeline
 
     @abstractmethod
     def batch(self, iteration: int) -> tuple[Any, ...]:

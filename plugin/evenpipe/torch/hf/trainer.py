@@ -33,8 +33,8 @@ from evenpipe.torch.hf.flow import Flow
 from evenpipe.torch.hf.loading import Checkpoint, Pretrained, transformers, weightless_model
 from evenpipe.torch.hf.plans import COUNT, Cutting, Plans, adopt
 from evenpipe.torch.hf.saving import save_pretrained
-from evenpipe.torch.placement import place
 from evenpipe.torch.planned import PlannedPipeline
+from evenpipe.torch.replicas import groups_of
 
 __all__ = ["PipelineTrainer", "Trained"]
 
@@ -77,7 +77,7 @@ class PipelineTrainer:
     of samples; left out, it pads to the longest by `processing_class` if that is given, or stacks. Lengths are rounded
     up to buckets (8, 16, 24, 32, 48, …), each with a plan of its own.
     callbacks: transformers', called on every rank. optimizer: makes one of parameter groups; AdamW if left out.
-    stages: of each pipeline, all processes if left out; with fewer there are replicas, by `placement.place`.
+    stages: of each pipeline, all processes if left out; with fewer there are replicas, by `evenpipe.torch.replicas`.
     schedule, bpipe: a schedule that flushes. optimize, memory_gib: what stages recompute, so as to fit. data_sheet:
     the device whose times decide the cuts.
 
@@ -113,10 +113,10 @@ class PipelineTrainer:
         if not dist.is_initialized():
             raise ModelError("a pipeline has a process a stage: start it by torchrun --nproc-per-node N")
         try:
-            self._place = place(dist.get_world_size() if stages is None else stages)
+            self._ranks = groups_of(dist.get_world_size() if stages is None else stages)
         except ValueError as error:
             raise ModelError(str(error)) from error
-        self._replicas = self._place.replicas.size()
+        self._replicas = self._ranks.replicas.size()
         if args.eval_strategy != "no" and eval_dataset is None:
             raise ModelError(f"eval_strategy={args.eval_strategy.value}: on which data? Give eval_dataset=")
         self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
@@ -141,7 +141,7 @@ class PipelineTrainer:
             self._autocast,
         )
         self._folder = tempfile.TemporaryDirectory(prefix="evenpipe")
-        self._plans = Plans(self.model, cutting, self._device, Path(self._folder.name), self._place.pipeline.size())
+        self._plans = Plans(self.model, cutting, self._device, Path(self._folder.name), self._ranks.pipeline.size())
         self._pipelines: dict[Any, tuple[PlannedPipeline, bool]] = {}
         self._make_optimizer = optimizer or self._adamw
         self._flow = Flow(args, callbacks, self.model, processing_class, self._device)
@@ -218,10 +218,10 @@ class PipelineTrainer:
         """Compute a batch's gradients; return this rank's part of the loss, and the gradients' norm before clipping."""
         pipeline, counts = self._pipeline(batch)
         optimizer.zero_grad()
-        pipeline.batches = step * self._replicas + self._place.replica
+        pipeline.batches = step * self._replicas + self._ranks.replica
         with autocasting(self._device.type, self._autocast):
             loss = pipeline.step(self._given(batch, counts))
-        pipeline.reduce_gradients(self._place.replicas, mean=not counts)
+        pipeline.reduce_gradients(self._ranks.replicas, mean=not counts)
         norm = pipeline.clip_grad_norm(self.args.max_grad_norm or 0.0)
         part = torch.zeros(()) if loss is None else loss.float().cpu()
         return part / (1 if counts else self._replicas), norm
@@ -229,7 +229,7 @@ class PipelineTrainer:
     def _save_checkpoint(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         args, flow = self.args, self._flow
         folder = Path(args.output_dir) / f"checkpoint-{flow.state.global_step}"
-        writes = self._place.replica == 0
+        writes = self._ranks.replica == 0
         save_checkpoint(folder, self._any_pipeline, self.model, optimizer, scheduler, flow.state, writes)
         if dist.get_rank() == 0:
             transformers().trainer_utils.rotate_checkpoints(args.output_dir, args.save_total_limit)
@@ -260,7 +260,7 @@ class PipelineTrainer:
         """Save what `from_pretrained` loads, each rank its stage; to the arguments' `output_dir`, if left out."""
         if not self._pipelines:
             raise ModelError("save_model: nothing was trained or evaluated yet: call train first")
-        if self._place.replica == 0:
+        if self._ranks.replica == 0:
             save_pretrained(self._any_pipeline, self.model, self.args.output_dir if output_dir is None else output_dir)
         dist.barrier()
 
@@ -322,7 +322,7 @@ class PipelineTrainer:
                 device=self._device,
                 state=state,
                 seed=self.args.seed,
-                group=self._place.pipeline,
+                group=self._ranks.pipeline,
                 job=dist.group.WORLD,
             )
         adopt(self.model, pipeline.parts)
@@ -339,7 +339,7 @@ class PipelineTrainer:
     def _shared_out(self, each: Any) -> Any:
         """Return this replica's part of something with as many entries for each."""
         part = len(each) // self._replicas
-        return each[self._place.replica * part :][:part]
+        return each[self._ranks.replica * part :][:part]
 
     def _moved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: one.to(self._device) for name, one in tensors.items()}

@@ -1,4 +1,4 @@
-"""Which process is which stage of which replica."""
+"""Pipelines side by side: which process is which stage of which replica."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from evenpipe.runtime.heartbeat import job_timeout
 
-__all__ = ["Placement", "place"]
+__all__ = ["Groups", "groups_of"]
 
 
-class Placement(NamedTuple):
-    """Where this process is: the groups of its pipeline, stage by stage, and of the replicas with the same stage."""
+class Groups(NamedTuple):
+    """The ranks of this process' pipeline, stage by stage, and of the replicas with the same stage; where it is."""
 
     pipeline: dist.ProcessGroup
     replicas: dist.ProcessGroup
@@ -20,7 +20,7 @@ class Placement(NamedTuple):
     replica: int
 
 
-def place(stages: int) -> Placement:
+def groups_of(stages: int) -> Groups:
     """Share all processes out to pipelines of so many stages; all of them call it.
 
     The replicas of a stage have ranks in succession, as in Megatron, so that gradients are reduced inside a node and
@@ -33,4 +33,4 @@ def place(stages: int) -> Placement:
     make: Any = dist.new_subgroups_by_enumeration
     replicas, _ = make([[stage * width + one for one in range(width)] for stage in range(stages)], timeout=limit)
     pipeline, _ = make([[stage * width + one for stage in range(stages)] for one in range(width)], timeout=limit)
-    return Placement(pipeline, replicas, *divmod(dist.get_rank(), width))
+    return Groups(pipeline, replicas, *divmod(dist.get_rank(), width))
