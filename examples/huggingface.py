@@ -1,6 +1,7 @@
 """Models of Hugging Face's, cut as they are: torchrun --nproc-per-node 4 examples/huggingface.py gpt2|bert|t5 P.json"""
 
-import sys
+import os
+from argparse import ArgumentParser
 from pathlib import Path
 
 import torch
@@ -24,9 +25,16 @@ MODELS = {
     "t5": lambda: T5ForConditionalGeneration(T5Config(**T5, **SIZE)),
 }
 
+parser = ArgumentParser(prog="huggingface.py", description=__doc__)
+parser.add_argument("model", choices=MODELS)
+parser.add_argument("plan", type=Path, help="where the plan goes, and the code of its stages beside it")
+parser.error = lambda said: parser.exit(2, f"huggingface.py: {said} (see --help)\n")  # in one line
+given = parser.parse_args()
+if "RANK" not in os.environ:
+    parser.error("a stage is a process: start it by torchrun --nproc-per-node N")
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-name, path = sys.argv[1], Path(sys.argv[2])
+name, path = given.model, given.plan
 model = MODELS[name]().train()
 tokens = torch.randint(256, (8 * 2, 32))  # eight micro-batches of two samples
 if dist.get_rank() == 0:  # once; another run of the same model needs the files alone

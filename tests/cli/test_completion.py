@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +25,40 @@ def script(capsys: pytest.CaptureFixture[str], shell: str) -> str:
         main(["--completion", shell])
     assert ended.value.code == 0
     return capsys.readouterr().out
+
+
+#: What a line that ends so is completed to.
+COMPLETED = [
+    ("pla", "plan"),
+    ("plan --micro", "--micro-batch-size"),
+    ("plan --precision b", "bf16"),
+    ("schedule --costs co", "costs.json"),
+    ("--vers", "--version"),
+]
+
+
+def in_zsh(script: Path, line: str) -> str:
+    """Return what a tab makes of `line` in a zsh at a terminal, once it has read the script."""
+    child, terminal = pty.fork()
+    if not child:
+        os.execvpe("zsh", ["zsh", "-f", "-i"], {**os.environ, "TERM": "dumb"})
+    # ^A goes to the line's start: the completed line is then what is printed.
+    typed = f"autoload -Uz compinit && compinit -D; source {script}\n{line}\t\x01echo >completed \nexit\n"
+    os.write(terminal, typed.encode())
+    with contextlib.suppress(OSError):  # of a terminal whose shell has ended
+        while os.read(terminal, 65536):
+            pass
+    os.close(terminal)
+    os.waitpid(child, 0)
+    return Path("completed").read_text().strip()
+
+
+def in_fish(script: Path, line: str) -> str:
+    """Return `line` with the one end that fish proposes."""
+    command = f"source {script}; complete -C '{line}'"
+    done = subprocess.run(["fish", "--no-config", "-c", command], capture_output=True, text=True, check=True)
+    [proposed] = done.stdout.splitlines()
+    return " ".join([*line.split()[:-1], proposed.split("\t")[0]])
 
 
 @pytest.fixture
@@ -59,6 +97,21 @@ def test_fish_has_a_line_for_each_command_and_each_option_with_its_words(capsys)
     assert [line for line in lines if "from plan'" in line and " -l precision -x -a 'fp32 fp16 bf16'" in line]
     named = {match[1] for line in lines if (match := re.search(r"seen_subcommand_from (\w+)'", line))}
     assert named == set(COMMANDS)
+
+
+@pytest.mark.parametrize(("line", "end"), COMPLETED)
+@pytest.mark.parametrize("ask", [in_zsh, in_fish])
+def test_zsh_and_fish_complete_the_same(
+    ask: Callable[[Path, str], str], line: str, end: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    shell = ask.__name__.removeprefix("in_")
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} on this machine")
+    (tmp_path / "costs.json").touch()
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "script"
+    file.write_text(script(capsys, shell))
+    assert ask(file, f"evenpipe {line}") == f"evenpipe {' '.join([*line.split()[:-1], end])}"
 
 
 @pytest.mark.parametrize("shell", SHELLS)

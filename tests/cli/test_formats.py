@@ -40,6 +40,7 @@ PRINTED = {
     "plan": ("plan", *GPT, "--stages", "2", "--schedule", "1f1b", "--top", "1"),
     "run": ("train", "--engine", "module", *SIZES, *TRAIN),
     "fit": ("fit", "--cluster", "1x4-h100", "--keep", "t,p,c,e,b,v,optimizer,gradients,moments,placement", "--", *LINE),
+    "layout": ("partition", "--megatron", "--device", "h100", "--", *LINE[4:]),
     "patches": ("patches",),
     "doctor": ("doctor",),
 }

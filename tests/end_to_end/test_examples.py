@@ -105,6 +105,32 @@ def test_plain_modules_of_a_users_own():
         assert len(losses) == 5
         assert losses[-1] < losses[0]
     assert printed[1] == printed[0] != printed[2]  # without flushes steps are a batch late
+    theirs = EXAMPLES / "torch_pipelining.py"
+    assert len(theirs.read_text().splitlines()) <= 40
+    run = subprocess.run(forked.command(4, "torch._dynamo,torch.optim", theirs), timeout=600, capture_output=True)
+    assert run.stdout.decode() == printed[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["huggingface.py"], "huggingface.py: the following arguments are required: model, plan (see --help)"),
+        (["huggingface.py", "gpt2"], "huggingface.py: the following arguments are required: plan (see --help)"),
+        (["huggingface.py", "gpt2", "P.json"], "start it by torchrun --nproc-per-node N"),
+        (["plain_torch.py", "1fb1"], "plain_torch.py: schedule=1fb1: unknown schedule, did you mean 1f1b?"),
+    ],
+)
+def test_an_argument_that_is_wrong_is_one_line(words, said):
+    run = subprocess.run([sys.executable, EXAMPLES / words[0], *words[1:]], capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    assert said in run.stderr
+
+
+@pytest.mark.parametrize("script", ["huggingface.py", "plain_torch.py"])
+def test_an_example_has_help(script):
+    run = subprocess.run([sys.executable, EXAMPLES / script, "--help"], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "torchrun --nproc-per-node 4" in run.stdout
 
 
 @pytest.mark.parametrize("model", ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("bert", "t5"))])

@@ -67,6 +67,8 @@ def _zsh(commands: Mapping[str, list[_Option]]) -> Iterator[str]:
 
 def _fish(commands: Mapping[str, list[_Option]]) -> Iterator[str]:
     """A line for each command and each option, with what it does."""
+    for name in ("version", "help"):
+        yield f"complete -c evenpipe -n __fish_use_subcommand -l {name}"
     for command in commands:
         yield f"complete -c evenpipe -n __fish_use_subcommand -f -a {command} -d {quote(COMMANDS[command])}"
     for command, options in commands.items():

@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 
 from evenpipe.cli.fit import Document as Fit
 from evenpipe.doctor import Verdict
+from evenpipe.partition.layouts.layers import Layer
+from evenpipe.partition.layouts.written import StagePlan as LayoutStage
+from evenpipe.partition.layouts.written import WrittenLayout
 from evenpipe.partition.search.plan import Plan as Partition
 from evenpipe.planner.grouped import Candidate
 from evenpipe.planner.search.plan import Plan, StagePlan
@@ -113,6 +116,26 @@ class Estimate(_Document):
     uncertainty: _Uncertainty
     stages: list[StagePlan]
     warnings: list[str]
+
+
+class Cuts(_Document):
+    """A layout; halves: the parts that begin in a layer's middle, chunk by chunk and stage by stage."""
+
+    max_stage_ms: float
+    layout: str
+    stages: list[LayoutStage]
+    halves: list[int]
+
+
+class Layout(WrittenLayout):
+    """The best layout (`partition --megatron`); even: without it; proven: none is better; layers: the pieces."""
+
+    search_ms: float
+    source: str
+    proven: bool
+    max_stage_ms: float
+    even: Cuts
+    layers: list[Layer]
 
 
 class Run(_Document):
@@ -239,6 +262,7 @@ FORMATS: Final[Mapping[str, type[BaseModel]]] = {
     "fit": Fit,
     "plan": Plan,
     "partition": Partition,
+    "layout": Layout,
     "run": Run,
     "demo": Demo,
     "doctor": Doctor,

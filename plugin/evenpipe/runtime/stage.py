@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -98,6 +98,7 @@ class ModuleStage:
     Gradients accumulate in `parameter.grad`; `losses[i]` holds the detached losses. With `recording`, backwards are in
     two halves: `recording(unit)` is entered to save what the second needs. Without, a first half is the whole backward.
     `recomputed` chunks save their input alone, and are computed again by their backward: their modules change no state.
+    `keywords(unit)`: what the unit's module takes by name.
     """
 
     def __init__(
@@ -109,9 +110,11 @@ class ModuleStage:
         loss_chunk: int | None,
         recording: Callable[[Unit], AbstractContextManager[object]] | None = None,
         recomputed: Collection[int] = (),
+        keywords: Callable[[Unit], Mapping[str, Any]] = lambda unit: {},
     ) -> None:
         self.chunks = list(chunks)
         self._recomputed = recomputed
+        self._keywords = keywords
         self.losses: dict[int, Tensor] = {}
         self._edges = edges
         self._first = first
@@ -152,9 +155,10 @@ class ModuleStage:
     def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
         """Return what the unit's module returns."""
         arguments = [self._first(unit.micro_batch)] if inputs is None else inputs
+        named = self._keywords(unit)
         if unit.chunk in self._recomputed:
-            return checkpoint(self.chunks[unit.chunk], *arguments, use_reentrant=False)
-        return self.chunks[unit.chunk](*arguments)
+            return checkpoint(self.chunks[unit.chunk], *arguments, use_reentrant=False, **named)
+        return self.chunks[unit.chunk](*arguments, **named)
 
     def forget(self) -> None:
         """Let go of what has been forwarded and not backwarded."""

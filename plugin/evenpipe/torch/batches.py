@@ -17,6 +17,7 @@ __all__ = [
     "Shown",
     "Tokens",
     "WithoutDropout",
+    "buffers_kept",
     "check_gradients",
     "evaluating",
     "mean_loss",
@@ -75,15 +76,23 @@ class Evaluation(NamedTuple):
 def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, there are no gradients and modules are in evaluation mode; afterwards modes and buffers are as before."""
     modes = [(one, one.training) for module in modules for one in module.modules()]
-    buffers = [(one, one.clone()) for module in modules for one in module.buffers()]
     try:
         for module in modules:
             module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), buffers_kept(modules):
             yield
     finally:
         for one, mode in modes:
             one.training = mode
+
+
+@contextmanager
+def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Afterwards the modules' buffers are as before."""
+    buffers = [(one, one.clone()) for module in modules for one in module.buffers()]
+    try:
+        yield
+    finally:
         for buffer, before in buffers:
             if not torch.equal(buffer, before):
                 buffer.copy_(before)

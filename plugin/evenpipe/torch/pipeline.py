@@ -2,222 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenpipe.runtime.connections import connect
-from evenpipe.runtime.executor import Executor, Observer
+from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.stage import Edges, ModuleStage
-from evenpipe.runtime.weight_versions import WeightVersions
-from evenpipe.schedule import GAINING, Need, Program, Spec, check_offers, find, needs_of, verify, with_swaps
-from evenpipe.settings.config import DelayCorrection
-from evenpipe.torch.batches import Evaluation, Tokens, check_gradients, evaluating, mean_loss, share_of, weights_of
+from evenpipe.schedule import Program, Unit
+from evenpipe.torch.base import Pipeline, shares, stage_in
+from evenpipe.torch.batches import Evaluation, Tokens, mean_loss, share_of, weights_of
+from evenpipe.torch.boundaries import Between, edges_of, inferred, learning
+from evenpipe.torch.keywords import Keywords
 from evenpipe.torch.offers import MODULE_OFFERS
-from evenpipe.torch.ties import Ties
-from evenpipe.torch.two_bw import PlainGradients, TwoBWTraining, scaled_to
-from evenpipe.tuner.process_memory import KeptBytes, static_bytes
+from evenpipe.wording.nearest import nearest
 
-__all__ = ["ModulePipeline", "Pipeline", "shares", "stage_in"]
-
-
-def stage_in(program: Program, group: dist.ProcessGroup | None, offers: frozenset[Need], called: str) -> int:
-    """Return which stage of `program` this rank of `group` is.
-
-    Raises ValueError where `program` is not for such a group, or needs more than `called` offers.
-    """
-    schedule, ranks = program.schedule, dist.get_process_group_ranks(group)
-    if len(ranks) != schedule.stages:
-        raise ValueError(f"program: is for {schedule.stages} stages, but the group has {len(ranks)} ranks")
-    needs = needs_of(schedule)
-    # One without flushes goes on behind its last batch, as only its name can tell.
-    spec = find(schedule.name) if "stream" in needs else Spec.of(schedule, needs)
-    check_offers(spec, offers, called)
-    return ranks.index(dist.get_rank())
-
-
-class Pipeline(ABC):
-    """One stage of a pipeline, in a process of its own: parts of a model, and what carries out a program with them.
-
-    Takes what `ModulePipeline` does, with this stage's parts and what passes between them made.
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        edges: Edges,
-        program: Program,
-        group: dist.ProcessGroup | None = None,
-        observer: Observer | None = None,
-        measure: bool = False,
-        swap: float | None = None,
-    ) -> None:
-        schedule, ranks = program.schedule, dist.get_process_group_ranks(group)
-        places = schedule.places
-        self.stage = ranks.index(dist.get_rank())
-        self.chunks = list(chunks)
-        self.is_first, self.is_last = (self.stage == end.stage for end in (places.first, places.last))
-        again = [self.chunks[chunk] for chunk in schedule.recomputed_chunks(self.stage)]
-        if any(getattr(one, "track_running_stats", False) for chunk in again for one in chunk.modules()):
-            raise ValueError(f"program: {schedule.name} computes a part with running statistics again: choose another")
-        self.loss_chunk = places.last.chunk if self.is_last else None
-        #: Of the micro-batches of the last batch, where the model ends.
-        self.losses: list[Tensor] = []
-        self.edges = edges
-        #: The number of the next batch, and how much larger that of the one after it is: replicas take turns.
-        self.batches, self.stride = 0, 1
-        self._group = group
-        self._training: TwoBWTraining | None = None
-        held = (one for like in (*edges.taken, *edges.given) for one in like)
-        self.device = device = next((one.device for one in (*self.parameters(), *held)), torch.device("cpu"))
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        connections = connect(ranks, program.links, backend, device)
-        streams = "stream" in needs_of(schedule)
-        if swap is not None:
-            if streams or not 0 < swap <= 1:
-                raise ValueError(f"swap={swap:g}: give a share above 0 and up to 1, and a program that flushes")
-            schedule = with_swaps(schedule, GAINING)
-        self.program = program = verify(schedule, program.pairs, connections.queues)
-        #: Both versions of the weights, where batches are not flushed.
-        self.versions = WeightVersions(self.parameters()) if streams else None
-        weights = [*self.parameters(), *(self.versions.memory if self.versions is not None else ())]
-        self.executor = Executor(self.stage, connections, device, weights, observer, measure or program.pairs)
-        self.executor.swap(swap)
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks of the pipeline; None: all."""
-        return self._group
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters of this stage's parts, for an optimizer."""
-        return nn.ModuleList(self.chunks).parameters()  # each once, however many chunks share it
-
-    def close(self) -> None:
-        """Destroy the links, once no batch is under way."""
-        self.executor.connections.close()
-
-    def two_bw(
-        self,
-        batches: Iterable[Any],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        *,
-        clip_grad: float = 0.0,
-        replicas: dist.ProcessGroup | None = None,
-        delay_correction: DelayCorrection = "none",
-    ) -> TwoBWTraining:
-        """Train under a schedule without flushes, 2bw: iterate over what is returned, a batch at a time.
-
-        batches: each what `step` takes (of several arguments a tuple); read one ahead. optimizer: of this stage's
-        parameters, or several (Muon for matrices and AdamW for the rest); stepped, and gradients let go of, by what is
-        returned, and not by the loop. clip_grad: the largest
-        norm of the gradients of all stages; 0: any. replicas: the processes with this stage in other pipelines, whose
-        gradients' mean is taken. delay_correction: what is done about late gradients (docs/2bw.md), alike on all
-        stages. Another call begins anew, with both versions the newest weights. Raises ValueError for
-        a program that flushes.
-        """
-        if self.versions is None:
-            raise ValueError(f"program: {self.program.schedule.name} flushes after every batch: call step")
-        group = self._group if self._group is not None else dist.group.WORLD
-        assert group is not None, "torch.distributed has been started"
-        if self._training is not None:
-            self._training.drain()  # a loop may have left it before its batches ended
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        gradients = PlainGradients(
-            self.versions, optimizers, self.squares, group, clip_grad, replicas, self.shared_gradients
-        )
-        self._training = TwoBWTraining(self, batches, gradients, delay_correction)
-        return self._training
-
-    @property
-    def shared_gradients(self) -> Ties | None:
-        """Return the gradient ties of parameters that other stages have a copy of; None where there are none."""
-        return None
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients that this stage's parameters have: without flushes, those for the step that is due."""
-        if self._training is not None and self._training.gradients.kept:
-            return self._training.gradients.kept
-        return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-
-    def kept_bytes(self, optimizer: torch.optim.Optimizer) -> KeptBytes:
-        """Return what this process keeps from batch to batch, `optimizer`'s state included."""
-        parameters = list(self.parameters())
-        # Counters of steps are numbers, in tensors of no dimension.
-        state = [value for each in optimizer.state.values() for value in each.values()]
-        kept = [value for value in state if torch.is_tensor(value) and value.dim()]
-        static = static_bytes([*parameters, *self.gradients, *kept], [optimizer])
-        messages = sum(like.nbytes for edge in (*self.edges.taken, *self.edges.given) for like in edge if like.dim())
-        held = 0
-        if self._training is not None and not self._training.gradients.update_early(self.stage):
-            held = self._training.gradients.held_bytes
-        versions = 0 if self.versions is None else self.versions.nbytes
-        return KeptBytes(sum(one.nbytes for one in parameters), versions, held, static, messages)
-
-    def squares(self) -> Tensor:
-        """Sums of squares of the gradients by part of the model, in fp64; zero for those of other stages."""
-        places = self.program.schedule.places
-        found = torch.zeros(len(places.order), dtype=torch.float64, device=self.device)
-        for chunk, module in enumerate(self.chunks):
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    found[places.position(self.stage, chunk)] += parameter.grad.double().square().sum()
-        return found
-
-    def clip_grad_norm(self, limit: float) -> float:
-        """Scale all stages' gradients so that their norm is at most `limit`, 0 for any; return the norm before.
-
-        Of copies of a parameter, one counts. All ranks of the group call it, between `step` and the optimizer's.
-        """
-        squares = self.squares()
-        # Each is of one stage: whatever order this sum is made in, it is exact.
-        dist.all_reduce(squares, group=self._group)
-        norm = math.sqrt(sum(squares.tolist()))
-        scaled_to(limit, norm, [one.grad for one in self.parameters() if one.grad is not None])
-        return norm
-
-    @abstractmethod
-    def shared(self, batch: Any) -> Sequence[tuple[Any, ...]]:
-        """Return what each micro-batch gets of a batch, and last its weight in the loss, None where all count the same.
-
-        Raises ValueError where it cannot be shared out.
-        """
-
-    @abstractmethod
-    def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
-        """Return what computes micro-batches: of the i-th `item(i)` says what it gets, and its loss goes to `found[i]`.
-
-        first: the batch, as `batches` counts, that begins with the 0th.
-        """
-
-    def carry_out(self, batch: Any) -> Tensor | None:
-        """Carry out a batch of the program; return its mean loss, where the model ends."""
-        check_gradients()
-        if self.versions is not None:
-            raise ValueError(
-                f"program: {self.program.schedule.name} does not flush between batches: iterate over "
-                "two_bw(batches, optimizer) in place of step"
-            )
-        found = dict[int, Tensor]()
-        items = self.shared(batch)
-        self.executor.run(self.program, self.made(items.__getitem__, found, self.batches))
-        self.losses = [loss for _, loss in sorted(found.items())]
-        self.batches += self.stride
-        return mean_loss(self.losses, items) if self.is_last else None
-
-    def forward_only(self, stage: ModuleStage) -> None:
-        """Forward a batch's micro-batches in evaluation mode, after all steps that are due."""
-        if self._training is not None:
-            self._training.drain()
-        with evaluating(self.chunks):
-            schedule = self.program.schedule
-            self.executor.forward_only(schedule.places, schedule.micro_batches, stage)
+__all__ = ["ModulePipeline"]
 
 
 class ModulePipeline(Pipeline):
@@ -230,7 +34,10 @@ class ModulePipeline(Pipeline):
     loss: `loss(output, target)` of a micro-batch, a scalar.
     boundary: a tensor like the one that passes from part to part for one micro-batch, or a function that gives those
     that leave the part at a position; their device is the parts'. Whole numbers travel without gradients, and so do all
-    whose `requires_grad` is false, where it is true of any.
+    whose `requires_grad` is false, where it is true of any. Left out, the first batch's first micro-batch is forwarded
+    once more, to find them.
+    names: gives the uncut model's name of a part's parameter or buffer, by the part's number and the name in it. Left
+    out, the uncut model is `nn.Sequential` of the parts: "3.weight".
     group: the ranks of the pipeline, stage by stage; all ranks, if left out.
     observer: is told of every action; with `measure`, `executor.counter` knows what this stage saves.
     swap: the share of what each micro-batch saves that may go to the memory of the host, above 0 and up to 1.
@@ -244,34 +51,38 @@ class ModulePipeline(Pipeline):
         part: Callable[[int], nn.Module],
         program: Program,
         loss: Callable[[Any, Any], Tensor],
-        boundary: Tensor | Callable[[int], Sequence[Tensor]],
+        boundary: Tensor | Between | None = None,
         group: dist.ProcessGroup | None = None,
         observer: Observer | None = None,
         measure: bool = False,
         swap: float | None = None,
+        *,
+        names: Callable[[int, str], str] | None = None,
     ) -> None:
         stage, places = stage_in(program, group, MODULE_OFFERS, "ModulePipeline"), program.schedule.places
         positions = [places.position(stage, chunk) for chunk in range(places.chunks)]
-        last = len(places.order) - 1
-
-        def given(position: int) -> list[Tensor]:
-            return list(boundary(position)) if callable(boundary) else [boundary]
-
-        marked = any(one.requires_grad for position in range(last) for one in given(position))
-
-        def between(position: int) -> list[Tensor]:
-            """Return what leaves the part at `position`."""
-            if position == last:
-                return [torch.empty((), requires_grad=True)]
-            floats = [(one, one.is_floating_point()) for one in given(position)]
-            return [one.detach().requires_grad_(one.requires_grad if marked else learns) for one, learns in floats]
-
-        edges = Edges(
-            [between(position - 1) if position else [] for position in positions],
-            [between(position) for position in positions],
-        )
-        super().__init__([part(position) for position in positions], edges, program, group, observer, measure, swap)
+        chunks = [part(position) for position in positions]
+        if boundary is None and torch.cuda.is_available() and not [*nn.ModuleList(chunks).parameters()]:
+            raise ValueError(f"boundary: no parameter says the device of stage {stage}: give an example that does")
+        between = None if boundary is None else learning(boundary, places)
+        unknown = Edges([[]] * len(chunks), [[]] * len(chunks))
+        edges = unknown if between is None else edges_of(places, positions, between)
+        super().__init__(chunks, edges, program, group, observer, measure, swap)
+        self._finds_edges = between is None
         self._loss = loss
+        self._keywords = Keywords(chunks)
+        #: Of each part's parameters and buffers, by their names in the uncut model.
+        names = names or _name_in_sequential
+        self._named = [{names(number, name): name for name in chunk.state_dict()} for number, chunk in self._numbered]
+        mine = [(number, [*of]) for number, of in zip(positions, self._named, strict=True)], self._keywords.own
+        stages: list[Any] = [None] * program.schedule.stages
+        dist.all_gather_object(stages, mine, group=group)
+        every = [name for _, names in sorted(part for parts, _ in stages for part in parts) for name in names]
+        if twice := [name for name, times in Counter(every).items() if times > 1]:
+            raise ValueError(f"names: {twice[0]!r} is of several parameters: give each its own name of the uncut model")
+        self._every = every
+        taken = [of_stage for _, of_stage in stages]
+        self._keywords.known = None if None in taken else frozenset().union(*taken)
 
     def step(
         self,
@@ -280,16 +91,18 @@ class ModulePipeline(Pipeline):
         *,
         tokens: Tokens | None = None,
         total: float | None = None,
+        **keywords: Any,
     ) -> Tensor | None:
         """Forward and backward of a batch; gradients of its mean loss are added to `parameter.grad`.
 
         `inputs` are read where the model starts, `targets` where it ends: a tensor of whose first dimension every
         micro-batch has an equal share, or a sequence with an entry a micro-batch. `tokens` weigh micro-batches, of each
         of which `loss` is a mean over so many, by their share of `total`, or of their sum; without them all count the
-        same. Returns the mean loss where the model ends, None elsewhere. Raises ValueError where they cannot be shared
-        out.
+        same. `keywords` go to each part that takes their names: a tensor's first dimension is shared out, a list has an
+        entry a micro-batch, anything else is for all; all ranks give the same names. Returns the mean loss where the
+        model ends, None elsewhere. Raises ValueError where they cannot be shared out, or no part takes a keyword.
         """
-        return self.carry_out((inputs, targets, tokens, total))
+        return self.carry_out((inputs, targets, tokens, total, keywords))
 
     def evaluate(
         self,
@@ -298,6 +111,7 @@ class ModulePipeline(Pipeline):
         *,
         tokens: Tokens | None = None,
         total: float | None = None,
+        **keywords: Any,
     ) -> Evaluation:
         """Forward a batch without gradients, under any schedule, with modules in evaluation mode.
 
@@ -306,54 +120,103 @@ class ModulePipeline(Pipeline):
         the group call it.
         """
         count = self.program.schedule.micro_batches
-        items = self.shared((inputs, [None] * count if targets is None else targets, tokens, total))
+        items = self.shared((inputs, [None] * count if targets is None else targets, tokens, total, keywords))
         outputs: list[Any] = []
 
         def loss(micro_batch: int, output: Any) -> Tensor:
             outputs.append(output)
             return torch.zeros(()) if targets is None else self._loss(output, items[micro_batch][1])
 
-        stage = ModuleStage(self.chunks, self.edges, lambda one: items[one][0], loss, self.loss_chunk)
+        stage = self._stage(items.__getitem__, loss)
         self.forward_only(stage)
         if not self.is_last:
             return Evaluation(None, [], None)
         losses = [] if targets is None else list(stage.losses.values())
         return Evaluation(mean_loss(losses, items) if losses else None, losses, outputs)
 
-    def shared(self, batch: Any) -> Sequence[tuple[Any, Any, float | None]]:
-        """Return an input and a target, of which only the model's ends have any, and a weight."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return this stage's parameters and buffers, by their names in the uncut model."""
+        found = zip((chunk.state_dict() for chunk in self.chunks), self._named, strict=True)
+        return {uncut: state[name] for state, names in found for uncut, name in names.items()}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this stage's parameters with their names in the uncut model."""
+        for chunk, names in zip(self.chunks, self._named, strict=True):
+            of_name = {name: uncut for uncut, name in names.items()}
+            yield from ((of_name[name], one) for name, one in chunk.named_parameters())
+
+    def full_state_dict(self) -> dict[str, Any] | None:
+        """Return the uncut model's, on the host of the first stage; None elsewhere. All ranks of the group call it."""
+        found = self.gathered(self.state_dict())
+        return None if found is None else {name: found[name] for name in self._every}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over this stage's of the uncut model's state, or of what `state_dict` gave. Raises ValueError."""
+        mine = self.state_dict()
+        for name, one in mine.items():
+            if name not in state:
+                raise ValueError(f"{name}: is not in the state to load: give the uncut model's, or this stage's own")
+            if isinstance(one, Tensor) and one.shape != state[name].shape:
+                raise ValueError(f"{name}: is {tuple(state[name].shape)}, and the part's is {tuple(one.shape)}")
+        if unknown := sorted(state.keys() - self._every):
+            raise ValueError(f"{unknown[0]}: no stage has it: {nearest(unknown[0], self._every)}")
+        for chunk, names in zip(self.chunks, self._named, strict=True):
+            chunk.load_state_dict({name: state[uncut] for uncut, name in names.items()})
+
+    @property
+    def _numbered(self) -> Iterator[tuple[int, nn.Module]]:
+        return zip(self.positions, self.chunks, strict=True)
+
+    def shared(self, batch: Any) -> Sequence[tuple[Any, Any, dict[str, Any], float | None]]:
+        """Return an input and a target, of which only the model's ends have any, what is given by name, and a weight.
+
+        `batch` has `step`'s arguments, in its order, the keywords last and as a dict; those at the end may be left out.
+        """
         count = self.program.schedule.micro_batches
-        inputs, targets, tokens, total = (*batch, None, None)[:4]
+        inputs, targets, tokens, total, keywords = (*batch, None, None, None)[:5]
         first = shares("inputs", inputs, count) if self.is_first else [None] * count
         last = shares("targets", targets, count) if self.is_last else [None] * count
-        return list(zip(first, last, weights_of(tokens, total, count), strict=True))
+        named = self._keywords.shared(keywords or {}, count)
+        return list(zip(first, last, named, weights_of(tokens, total, count), strict=True))
 
     def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
         count = self.program.schedule.micro_batches
 
         def share_of_loss(micro_batch: int, output: Any) -> Tensor:
-            _, target, weight = item(micro_batch)
+            _, target, _, weight = item(micro_batch)
             loss = self._loss(output, target)
             found[micro_batch] = loss.detach()
-            return share_of(loss, weight, count)
+            return self.scaled(share_of(loss, weight, count))
 
-        return ModuleStage(
-            self.chunks,
-            self.edges,
-            lambda one: item(one)[0],
-            share_of_loss,
-            self.loss_chunk,
-            self.executor.recording(self.program),
-            self.program.schedule.recomputed_chunks(self.stage),
-        )
+        return self._stage(item, share_of_loss, self.executor.recording(self.program))
+
+    def _stage(
+        self,
+        item: Callable[[int], Any],
+        loss: Callable[[int, Any], Tensor],
+        recording: Callable[[Unit], AbstractContextManager[object]] | None = None,
+    ) -> ModuleStage:
+        """Return what computes micro-batches, each of which gets `item(i)`."""
+        places = self.program.schedule.places
+
+        def stage(edges: Edges) -> ModuleStage:
+            return ModuleStage(
+                self.chunks,
+                edges,
+                lambda one: item(one)[0],
+                loss,
+                self.loss_chunk,
+                recording,
+                self.program.schedule.recomputed_chunks(self.stage),
+                lambda unit: self._keywords.of(unit.chunk, item(unit.micro_batch)[2]),
+            )
+
+        if self._finds_edges:
+            compute = stage(self.edges).compute
+            between = inferred(places, self.stage, self.chunks, compute, self.group, self.device)
+            self.edges, self._finds_edges = edges_of(places, self.positions, between), False
+        return stage(self.edges)
 
 
-def shares(name: str, values: Tensor | Sequence[Any], count: int) -> Sequence[Any]:
-    """Return what each of `count` micro-batches gets of `values`."""
-    if not isinstance(values, Tensor):
-        if len(values) != count:
-            raise ValueError(f"{name}: {len(values)} entries for {count} micro-batches: give one for each")
-        return values
-    if len(values) % count:
-        raise ValueError(f"{name}: {len(values)} samples cannot be shared out to {count} micro-batches")
-    return values.chunk(count)
+def _name_in_sequential(number: int, name: str) -> str:
+    return f"{number}.{name.replace('_orig_mod.', '')}"  # which torch.compile puts around a module

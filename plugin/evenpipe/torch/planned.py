@@ -30,9 +30,9 @@ from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.resources import StageFigures, per_stage
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Unit
+from evenpipe.torch.base import Pipeline, shares, stage_in
 from evenpipe.torch.batches import Evaluation, Shown, Tokens, WithoutDropout, mean_loss, share_of, weights_of
 from evenpipe.torch.offers import PLANNED_OFFERS
-from evenpipe.torch.pipeline import Pipeline, shares, stage_in
 from evenpipe.torch.ties import Ties
 
 __all__ = ["PlannedPipeline"]
@@ -186,7 +186,7 @@ class PlannedPipeline(Pipeline):
         def share_of_loss(micro_batch: int, output: tuple[Tensor]) -> Tensor:
             [loss] = output
             found[micro_batch] = loss.detach()
-            return share_of(loss, item(micro_batch)[1], count)
+            return self.scaled(share_of(loss, item(micro_batch)[1], count))
 
         def number(micro_batch: int) -> int:
             return (first + micro_batch // count * stride) * count + micro_batch % count
@@ -240,13 +240,9 @@ class PlannedPipeline(Pipeline):
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Return the uncut model's, on the host of the first stage; None elsewhere. All ranks of the group call it."""
-        mine = {name: one.cpu() for name, one in self.own_state().items()}
-        ranks = dist.get_process_group_ranks(self._group)
-        gathered: list[Any] | None = [None] * len(ranks) if self.stage == 0 else None
-        dist.gather_object(mine, gathered, dst=ranks[0], group=self._group)
-        if gathered is None:
+        whole = self.gathered(self.own_state())
+        if whole is None:
             return None
-        whole = {name: one for of_stage in gathered for name, one in of_stage.items()}
         whole |= {name: one.cpu() for name, one in self._unused.items()}
         return {name: whole[name if name in whole else self._names[name]] for name in self._saved}
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from evenpipe.partition.models import ModelError, example_of
 from evenpipe.partition.search.plan import Plan
 from evenpipe.runtime.executor import Observer
-from evenpipe.runtime.heartbeat import job_timeout
 from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.runtime.precisions import PRECISIONS, autocasting
 from evenpipe.schedule import FORWARD, INPUT_GRADIENT, Action
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.planned import PlannedPipeline
+from evenpipe.torch.replicas import groups_of
 from evenpipe.torch.two_bw import TwoBWTraining
 from evenpipe.train.data import random_batch
 from evenpipe.train.engine import Case, Coordinates, OptimizerStep, Tuned, changed_versions
@@ -77,8 +77,9 @@ class PlainEngine(Observer, ABC):
         self._case = case
         self._stepped: OptimizerStep | None = None
         self._first = 0
-        self.coordinates = Coordinates(case.failure.stage, 0, dist.get_rank() % case.options.data_parallel)
-        self.replicas, self._pipeline_group = _groups(case.options)
+        groups = groups_of(case.options.stages)
+        self.coordinates = Coordinates(case.failure.stage, 0, groups.replica)
+        self.replicas, self._pipeline_group = groups.replicas, groups.pipeline
 
     @abstractmethod
     def batch(self, iteration: int) -> tuple[Any, ...]:
@@ -138,10 +139,7 @@ class PlainEngine(Observer, ABC):
     def _step(self, iteration: int) -> None:
         """The optimizer's, on the mean of the replicas' gradients, clipped."""
         self._case.failure.enter("optimizer step")
-        if self.replicas.size() > 1:
-            for gradient in self.pipeline.gradients:
-                dist.all_reduce(gradient, group=self.replicas)
-                gradient.div_(self.replicas.size())
+        self.pipeline.reduce_gradients(self.replicas)
         norm = self.pipeline.clip_grad_norm(self._case.options.clip_grad)
         self.optimizer.step()
         self._stepped = OptimizerStep(iteration, True, norm)
@@ -338,12 +336,3 @@ def learning_rate(options: TrainOptions, iteration: int) -> float:
     least = _FINAL_LR_FRACTION * options.lr
     gone = (done - options.lr_warmup) / (options.iterations - options.lr_warmup)
     return least + 0.5 * (math.cos(math.pi * gone) + 1.0) * (options.lr - least)
-
-
-def _groups(options: TrainOptions) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This process' data-parallel group and its pipeline; all processes make all groups alike."""
-    width, stages = options.data_parallel, range(options.stages)
-    enumerated: Any = dist.new_subgroups_by_enumeration
-    replicas, _ = enumerated([[stage * width + n for n in range(width)] for stage in stages], timeout=job_timeout())
-    pipeline, _ = enumerated([[stage * width + n for stage in stages] for n in range(width)], timeout=job_timeout())
-    return replicas, pipeline

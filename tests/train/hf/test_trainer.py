@@ -69,6 +69,49 @@ def test_what_each_rank_saved_of_its_stage_is_what_from_pretrained_loads(folder:
     assert names == [*(f"model-0000{n}-of-00002.safetensors" for n in (1, 2)), "model.safetensors.index.json"]
 
 
+@pytest.fixture(scope="module")
+def replicas(folder: Path) -> list[Any]:
+    imported = "transformers.models.mixtral.modeling_mixtral,torch._dynamo,torch.optim"
+    command = forked.command(4, imported, CASES, "replicas", str(folder))
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return [json.loads((folder / f"replicas-{rank}.json").read_text()) for rank in range(4)]
+
+
+def test_two_replicas_of_two_stages_train_as_one_process_does(own: Any, replicas: list[Any]) -> None:
+    """With half as many micro-batches each: the same losses, norms and rates, over all labels of both."""
+    for rank in replicas:
+        mine = [row for row in rank["log"] if "loss" in row]
+        for row, theirs in zip(mine, own["log"], strict=True):
+            assert {name: row[name] for name in theirs} == pytest.approx(theirs, rel=1e-4)
+
+
+def test_callbacks_see_and_steer_the_training_on_all_ranks(replicas: list[Any]) -> None:
+    """Evaluations and checkpoints come as the arguments say; a stop that one rank asks for is one for all."""
+    events = ["step 1", "step 2", "evaluate", "step 3", "save 3", "step 4", "save 4", "evaluate"]
+    assert [rank["events"] for rank in replicas] == [events] * 4
+    assert [rank["stopped"] for rank in replicas] == [3] * 4
+
+
+def test_a_checkpoint_goes_on_to_the_bit(folder: Path, replicas: list[Any]) -> None:
+    """In the middle of an epoch: losses, and the weights at the end, are those of a run that was not stopped."""
+    for rank in replicas:
+        assert rank["resumed"] == 4
+        assert rank["rest"] == [row for row in rank["log"] if "loss" in row]
+    names = sorted(path.name for path in (folder / "stopped").iterdir())
+    assert names == ["checkpoint-3", "checkpoint-4"]
+    for path in (folder / "whole" / "checkpoint-4").glob("*.safetensors"):
+        assert path.read_bytes() == (folder / "stopped" / "checkpoint-4" / path.name).read_bytes()
+
+
+def test_what_replicas_and_checkpoints_need_is_said_in_one_line(replicas: list[Any]) -> None:
+    for rank in replicas:
+        assert rank["stages"] == "stages: 4 processes cannot be shared out to pipelines of 3 stages"
+        assert rank["data"] == "eval_strategy=epoch: on which data? Give eval_dataset="
+        assert rank["absent"].startswith("resume_from_checkpoint=True: ")
+        assert rank["absent"].endswith("has no checkpoint: leave it out to begin anew")
+
+
 @pytest.mark.long
 def test_a_rank_takes_its_stages_memory_while_that_is_loaded(tmp_path: Path) -> None:
     """At most 1.05 of it: neither the whole model nor a second copy of the stage."""

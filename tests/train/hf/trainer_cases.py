@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 WIDTH = 64
 
@@ -36,23 +43,23 @@ def longest(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(folder / "trained"),
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=4,
-        num_train_epochs=2,
-        learning_rate=1e-3,
-        weight_decay=0.1,
-        warmup_steps=1,
-        max_grad_norm=0.5,
-        logging_steps=1,
-        train_sampling_strategy="sequential",
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        **more,
-    )
+    given: dict[str, Any] = {
+        "output_dir": str(folder / "trained"),
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "warmup_steps": 1,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "train_sampling_strategy": "sequential",
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(**given | more)
 
 
 def make(folder: Path) -> None:
@@ -119,6 +126,64 @@ def pipeline(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def refusal(call: Any, *given: Any, **named: Any) -> str:
+    from evenpipe.partition.models import ModelError
+
+    try:
+        call(*given, **named)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+class Recording(TrainerCallback):
+    """Notes events; on the second rank alone it ends the training after `last` steps."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self.events: list[str] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.events.append(f"step {state.global_step}")
+        control.should_training_stop = dist.get_rank() == 1 and state.global_step >= self.last
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **more: Any) -> None:
+        self.events.append("evaluate")
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.events.append(f"save {state.global_step}")
+
+
+def replicas(folder: Path) -> None:
+    """Two pipelines of two stages: a training, and one that is stopped and goes on."""
+    from evenpipe.torch.hf import PipelineTrainer
+
+    found: dict[str, Any] = {}
+    saving = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 3}
+
+    def made(name: str, *callbacks: Any, **more: Any) -> PipelineTrainer:
+        args = arguments(folder, output_dir=str(folder / name), **saving | more)
+        data = samples(4), samples(5)
+        return PipelineTrainer(folder / "model", args, *data, longest, callbacks=callbacks, stages=2)
+
+    recording = Recording(9)
+    trainer = made("whole", recording, eval_strategy="epoch")
+    trainer.train()
+    found["log"], found["events"] = trainer.log_history, recording.events
+    trainer.close()
+    found["absent"] = refusal(made("stopped").train, True)
+    stopped = made("stopped", Recording(3))
+    found["stopped"] = stopped.train().global_step
+    stopped.close()
+    resumed = made("stopped")
+    found["resumed"], found["rest"] = resumed.train(True).global_step, resumed.log_history
+    resumed.close()
+    found["stages"] = refusal(PipelineTrainer, folder / "model", arguments(folder), samples(4), stages=3)
+    found["data"] = refusal(PipelineTrainer, folder / "model", arguments(folder, eval_strategy="epoch"), samples(4))
+    (folder / f"replicas-{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
 def make_large(folder: Path) -> None:
     """455 MiB, so that the process's own memory hardly counts."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 8}
@@ -167,4 +232,5 @@ def memory(folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     modes = {"make": make, "own": own, "pipeline": pipeline, "make large": make_large, "memory": memory}
+    modes["replicas"] = replicas
     modes[sys.argv[1]](Path(sys.argv[2]))

@@ -57,12 +57,12 @@ class _Made(NamedTuple):
 class Plans:
     """The plans of one model, in a folder of this process; all ranks ask for them alike.
 
-    model: it may be on the meta device. device: of its stages.
+    model: it may be on the meta device. device: of its stages, as many as `stages`.
     """
 
-    def __init__(self, model: nn.Module, cutting: Cutting, device: torch.device, folder: Path) -> None:
+    def __init__(self, model: nn.Module, cutting: Cutting, device: torch.device, folder: Path, stages: int) -> None:
         self._model, self._cutting, self._device = model, cutting, device
-        self._folder = folder
+        self._folder, self._stages = folder, stages
         self._first: tuple[Profile, Plan] | None = None
         self._number = 0
 
@@ -76,7 +76,8 @@ class Plans:
         made: list[_Made | None] = [None]
         if dist.get_rank() == 0:
             try:
-                made = [self._written(inputs, counted, path)]
+                with torch.random.fork_rng(devices=[]):
+                    made = [self._written(inputs, counted, path)]
             except (TraceError, ScheduleError, ValueError, OSError) as error:
                 made = [_Made({}, False, str(error))]
         dist.broadcast_object_list(made, src=0)
@@ -112,7 +113,7 @@ class Plans:
             return trace(twin, given)
 
     def _cut(self, nodes: Profile) -> Plan:
-        cutting, stages = self._cutting, dist.get_world_size()
+        cutting, stages = self._cutting, self._stages
         if self._first is None:
             links = StageLinks(data_sheet(cutting.device).peer_gbps)
             plan = find_plan(nodes, cutting.workload, stages, cutting.limit_bytes, cutting.optimize, links=links)

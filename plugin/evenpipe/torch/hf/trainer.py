@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -27,10 +27,14 @@ from evenpipe.torch.hf.batches import (
     samples_of,
     split_constants,
 )
+from evenpipe.torch.hf.checkpoints import load_stage, resumed_from, save_checkpoint
+from evenpipe.torch.hf.counting import may_count, shifts_labels
+from evenpipe.torch.hf.flow import Flow
 from evenpipe.torch.hf.loading import Checkpoint, Pretrained, transformers, weightless_model
 from evenpipe.torch.hf.plans import COUNT, Cutting, Plans, adopt
 from evenpipe.torch.hf.saving import save_pretrained
 from evenpipe.torch.planned import PlannedPipeline
+from evenpipe.torch.replicas import groups_of
 
 __all__ = ["PipelineTrainer", "Trained"]
 
@@ -38,14 +42,15 @@ __all__ = ["PipelineTrainer", "Trained"]
 _UNSUPPORTED: Final[tuple[tuple[str, tuple[Any, ...], str], ...]] = (
     ("fp16", (False,), "use bf16=True"),
     ("gradient_checkpointing", (False,), 'give optimize="recompute", which recomputes what a stage has no room for'),
+    ("activation_checkpointing", (False,), 'give optimize="recompute"'),
     ("deepspeed", (None,), "use evenpipe.deepspeed"),
     ("fsdp", (None, False, "", []), "leave it out: a pipeline shards the model already"),
     ("optim", ("adamw_torch", "adamw_torch_fused"), "give optimizer=, a function of parameter groups"),
     ("label_smoothing_factor", (0.0, 0), "leave it out: the model computes its loss"),
     ("neftune_noise_alpha", (None,), "leave it out"),
     ("train_sampling_strategy", ("random", "sequential"), "use random or sequential"),
-    ("eval_strategy", ("no",), "leave it out, and call evaluate"),
-    ("resume_from_checkpoint", (None, False), "give the folder that save_model wrote as the model"),
+    ("save_strategy", ("no", "steps", "epoch"), "use steps or epoch"),
+    ("restore_callback_states_from_checkpoint", (False,), "leave it out: callbacks begin anew"),
     ("load_best_model_at_end", (False,), "leave it out"),
     ("torch_compile", (False,), "leave it out: stages are generated code"),
     ("use_liger_kernel", (False,), "leave it out"),
@@ -66,16 +71,17 @@ class PipelineTrainer:
     """Trains a Hugging Face model in a pipeline, one stage a rank: what `transformers.Trainer` is to one process.
 
     model: a name or folder, whose weights each rank reads for its own stage, or a model with values, alike on all.
-    args: `TrainingArguments`. A batch has `gradient_accumulation_steps` micro-batches of `per_device_train_batch_size`;
-    an incomplete last batch of an epoch is left out.
+    args: `TrainingArguments`. A replica's batch has `gradient_accumulation_steps` micro-batches of
+    `per_device_train_batch_size`; an incomplete last batch of an epoch is left out.
     train_dataset, eval_dataset: with a length and samples by number, alike on all ranks. data_collator: makes a batch
     of samples; left out, it pads to the longest by `processing_class` if that is given, or stacks. Lengths are rounded
     up to buckets (8, 16, 24, 32, 48, …), each with a plan of its own.
-    optimizer: makes one of parameter groups; AdamW if left out.
+    callbacks: transformers', called on every rank. optimizer: makes one of parameter groups; AdamW if left out.
+    stages: of each pipeline, all processes if left out; with fewer there are replicas, by `evenpipe.torch.replicas`.
     schedule, bpipe: a schedule that flushes. optimize, memory_gib: what stages recompute, so as to fit. data_sheet:
     the device whose times decide the cuts.
 
-    All ranks that torchrun started make it alike, and are one pipeline. Raises ModelError, one line, for a model that
+    All ranks that torchrun started make it alike. Raises ModelError, one line, for a model that
     cannot be had or cut, and for settings that would be passed over.
     """
 
@@ -87,7 +93,9 @@ class PipelineTrainer:
         eval_dataset: Any = None,
         data_collator: Collator | None = None,
         processing_class: Any = None,
+        callbacks: Sequence[Any] = (),
         *,
+        stages: int | None = None,
         schedule: str = "1f1b",
         bpipe: bool = False,
         optimize: Optimize = "none",
@@ -99,10 +107,18 @@ class PipelineTrainer:
         for name, known, remedy in _UNSUPPORTED:
             given = getattr(args, name, known[0])
             if given not in known and not (name == "optim" and optimizer is not None):
-                raise ModelError(f"{name}={given!s}: the pipeline does not do that: {remedy}")
+                raise ModelError(f"{name}={getattr(given, 'value', given)}: the pipeline does not do that: {remedy}")
+        library.set_seed(args.seed)  # data sets and collators draw alike on all ranks
         device = torch.device(args.device)  # which starts torch.distributed, as transformers has it
         if not dist.is_initialized():
             raise ModelError("a pipeline has a process a stage: start it by torchrun --nproc-per-node N")
+        try:
+            self._ranks = groups_of(dist.get_world_size() if stages is None else stages)
+        except ValueError as error:
+            raise ModelError(str(error)) from error
+        self._replicas = self._ranks.replicas.size()
+        if args.eval_strategy != "no" and eval_dataset is None:
+            raise ModelError(f"eval_strategy={args.eval_strategy.value}: on which data? Give eval_dataset=")
         self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
         found = Pretrained(model, None) if isinstance(model, nn.Module) else weightless_model(model)
         self.model = found.model.train()
@@ -125,51 +141,99 @@ class PipelineTrainer:
             self._autocast,
         )
         self._folder = tempfile.TemporaryDirectory(prefix="evenpipe")
-        self._plans = Plans(self.model, cutting, self._device, Path(self._folder.name))
+        self._plans = Plans(self.model, cutting, self._device, Path(self._folder.name), self._ranks.pipeline.size())
         self._pipelines: dict[Any, tuple[PlannedPipeline, bool]] = {}
         self._make_optimizer = optimizer or self._adamw
-        self.log_history: list[dict[str, float]] = []
+        self._flow = Flow(args, callbacks, self.model, processing_class, self._device)
 
-    def train(self) -> Trained:
-        """Train as the arguments say. All ranks call it."""
-        args, library = self.args, transformers()
+    @property
+    def log_history(self) -> list[dict[str, float]]:
+        """What was logged so far, as `Trainer.state.log_history` has it."""
+        history: list[dict[str, float]] = self._flow.state.log_history
+        return history
+
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> Trained:
+        """Train as the arguments say; with a checkpoint's folder, or True for the newest, go on from there.
+
+        All ranks call it. Raises ModelError.
+        """
+        args, flow = self.args, self._flow
         per_epoch = len(self.train_dataset) // self._batch_samples
         if not per_epoch:
             raise ModelError(
                 f"train_dataset: {len(self.train_dataset)} samples are no batch of {self._batch_samples}: give "
                 "more, or a smaller gradient_accumulation_steps or per_device_train_batch_size"
             )
-        if args.save_strategy != "no":
-            _say(f"note: save_strategy={args.save_strategy!s}: nothing is saved on the way: call save_model")
+        asked = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        folder = resumed_from(asked, args.output_dir)
         steps = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * per_epoch)
-        batches = islice(self._training_batches(per_epoch), steps)
-        optimizer: torch.optim.Optimizer | None = None
-        losses: list[Tensor] = []
-        for step, batch in enumerate(batches):
-            pipeline, counts = self._pipeline(batch)
-            if optimizer is None:
-                optimizer = self._make_optimizer(self._groups(pipeline))
-                scheduler = library.get_scheduler(
-                    args.lr_scheduler_type,
-                    optimizer,
-                    args.get_warmup_steps(steps),
-                    steps,
-                    scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-                )
-            optimizer.zero_grad()
-            pipeline.batches = step
-            with autocasting(self._device.type, self._autocast):
-                loss = pipeline.step(self._given(batch, counts))
-            norm = pipeline.clip_grad_norm(args.max_grad_norm or 0.0)
+        pipeline, _ = self._pipeline(next(self._training_batches(per_epoch, 0)))
+        optimizer = self._make_optimizer(self._groups(pipeline))
+        scheduler = transformers().get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            args.get_warmup_steps(steps),
+            steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+        done = 0
+        if folder is not None:
+            state = load_stage(folder, pipeline, self.model, optimizer, scheduler)
+            flow.resume(state)
+            done = state.global_step
+        flow.begin(steps, per_epoch, optimizer, scheduler)
+        unlogged: list[Tensor] = []
+        total = 0.0
+        for step, batch in enumerate(islice(self._training_batches(per_epoch, done), max(0, steps - done)), done):
+            if step % per_epoch == 0 or step == done:
+                flow.tell("on_epoch_begin")
+            flow.tell("on_step_begin")
+            loss, norm = self._gradients(batch, optimizer, step)
             rate = optimizer.param_groups[0]["lr"]
+            flow.tell("on_pre_optimizer_step")
             optimizer.step()
+            flow.tell("on_optimizer_step")
             scheduler.step()
-            losses.append(torch.zeros(()) if loss is None else loss.float().cpu())
-            if (step + 1) % max(int(args.logging_steps), 1) == 0 or step + 1 == steps:
-                [value] = self._known([losses[-1].item()])
-                self._log({"step": step + 1, "loss": value, "grad_norm": norm, "learning_rate": rate})
-        [total] = self._known([torch.stack(losses).sum().item()])
-        return Trained(len(losses), total / len(losses))
+            unlogged.append(loss)
+            flow.state.global_step, flow.state.epoch = step + 1, (step + 1) / per_epoch
+            ended = ["on_step_end", *(["on_epoch_end"] if (step + 1) % per_epoch == 0 else [])]
+            for event in ended:
+                flow.tell_and_agree(event)
+                if flow.control.should_log and unlogged:
+                    total += (value := self._sum(unlogged))
+                    self._log({"loss": value / len(unlogged), "grad_norm": norm, "learning_rate": rate})
+                    unlogged.clear()
+                if flow.control.should_evaluate:
+                    self.evaluate()
+                if flow.control.should_save:
+                    self._save_checkpoint(optimizer, scheduler)
+            if flow.control.should_training_stop:
+                break
+        total += self._sum(unlogged)
+        flow.tell("on_train_end")
+        made = flow.state.global_step - done
+        return Trained(flow.state.global_step, total / max(1, made))
+
+    def _gradients(self, batch: Batch, optimizer: torch.optim.Optimizer, step: int) -> tuple[Tensor, float]:
+        """Compute a batch's gradients; return this rank's part of the loss, and the gradients' norm before clipping."""
+        pipeline, counts = self._pipeline(batch)
+        optimizer.zero_grad()
+        pipeline.batches = step * self._replicas + self._ranks.replica
+        with autocasting(self._device.type, self._autocast):
+            loss = pipeline.step(self._given(batch, counts))
+        pipeline.reduce_gradients(self._ranks.replicas, mean=not counts)
+        norm = pipeline.clip_grad_norm(self.args.max_grad_norm or 0.0)
+        part = torch.zeros(()) if loss is None else loss.float().cpu()
+        return part / (1 if counts else self._replicas), norm
+
+    def _save_checkpoint(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        args, flow = self.args, self._flow
+        folder = Path(args.output_dir) / f"checkpoint-{flow.state.global_step}"
+        writes = self._ranks.replica == 0
+        save_checkpoint(folder, self._any_pipeline, self.model, optimizer, scheduler, flow.state, writes)
+        if dist.get_rank() == 0:
+            transformers().trainer_utils.rotate_checkpoints(args.output_dir, args.save_total_limit)
+        flow.tell("on_save")
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """Return `eval_loss`, the mean over all labels that count, without dropout. All ranks call it."""
@@ -179,24 +243,26 @@ class PipelineTrainer:
             numbers = range(start, min(start + self._batch_samples, len(dataset)))
             batch = self._batch(dataset, numbers)
             pipeline, counts = self._pipeline(batch)
-            of_each = self._counted(batch)
-            given = batch.tensors | ({COUNT: torch.tensor(1)} if counts else {})
+            of_each = self._shared_out(self._counted(batch))
+            given = self._mine(batch.tensors) | ({COUNT: torch.tensor(1)} if counts else {})
             with autocasting(self._device.type, self._autocast):
                 found = pipeline.evaluate(self._moved(given))
             for loss, count in zip(found.losses, of_each, strict=bool(found.losses)):
                 if count:
                     total += loss.item() * (1 if counts else count)
-            weight += sum(of_each)
-        [total] = self._known([total])
-        metrics = {"eval_loss": total / weight}
+            weight += sum(self._counted(batch))
+        metrics = {"eval_loss": self._sum([torch.tensor(total)]) / weight}
         self._log(metrics)
+        self._flow.tell("on_evaluate", metrics=metrics)
         return metrics
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Save what `from_pretrained` loads, each rank its stage; to the arguments' `output_dir`, if left out."""
         if not self._pipelines:
             raise ModelError("save_model: nothing was trained or evaluated yet: call train first")
-        save_pretrained(self._any_pipeline, self.model, self.args.output_dir if output_dir is None else output_dir)
+        if self._ranks.replica == 0:
+            save_pretrained(self._any_pipeline, self.model, self.args.output_dir if output_dir is None else output_dir)
+        dist.barrier()
 
     def close(self) -> None:
         """Close the links between stages and remove the plans; the model's own tensors stay."""
@@ -206,21 +272,22 @@ class PipelineTrainer:
 
     @property
     def _batch_samples(self) -> int:
-        return int(self._micro_batches * self._micro_size)
+        """Of all replicas."""
+        return int(self._micro_batches * self._micro_size * self._replicas)
 
     @property
     def _any_pipeline(self) -> PlannedPipeline:
         return next(iter(self._pipelines.values()))[0]
 
-    def _training_batches(self, per_epoch: int) -> Iterator[Batch]:
-        """Yield batches without end, in an order that the seed and the epoch decide, as `Trainer`'s."""
+    def _training_batches(self, per_epoch: int, start: int) -> Iterator[Batch]:
+        """Yield batches without end, from number `start` on, in an order that seed and epoch decide, as `Trainer`'s."""
         count = len(self.train_dataset)
         drawn = torch.Generator()
         drawn.manual_seed(self.args.seed if self.args.data_seed is None else self.args.data_seed)
-        shuffles = getattr(self.args, "train_sampling_strategy", "random") == "random"
-        while True:
+        shuffles = self.args.train_sampling_strategy == "random"
+        for epoch in itertools.count():
             order = torch.randperm(count, generator=drawn).tolist() if shuffles else list(range(count))
-            for number in range(per_epoch):
+            for number in range(max(0, min(per_epoch, start - epoch * per_epoch)), per_epoch):
                 yield self._batch(self.train_dataset, order[number * self._batch_samples :][: self._batch_samples])
 
     def _batch(self, dataset: Any, numbers: Sequence[int]) -> Batch:
@@ -246,26 +313,45 @@ class PipelineTrainer:
     def _new_pipeline(self, batch: Batch) -> tuple[PlannedPipeline, bool]:
         size = self._micro_size
         inputs = {name: one[:size] if one.dim() else one for name, one in batch.tensors.items()}
-        path, counts = self._plans.make({**inputs, **batch.constants}, "labels" in inputs and _may_count(self.model))
+        path, counts = self._plans.make({**inputs, **batch.constants}, "labels" in inputs and may_count(self.model))
         state = None if self._pipelines else self._state
         with autocasting(self._device.type, self._autocast):
-            pipeline = PlannedPipeline(path, self.model, device=self._device, state=state, seed=self.args.seed)
+            pipeline = PlannedPipeline(
+                path,
+                self.model,
+                device=self._device,
+                state=state,
+                seed=self.args.seed,
+                group=self._ranks.pipeline,
+                job=dist.group.WORLD,
+            )
         adopt(self.model, pipeline.parts)
         return pipeline, counts
 
     def _given(self, batch: Batch, counts: bool) -> dict[str, Tensor]:
-        return self._moved(batch.tensors | ({COUNT: torch.tensor(sum(self._counted(batch)))} if counts else {}))
+        count = {COUNT: torch.tensor(sum(self._counted(batch)))} if counts else {}
+        return self._moved(self._mine(batch.tensors) | count)
+
+    def _mine(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this replica's samples of a batch."""
+        return {name: self._shared_out(one) if one.dim() else one for name, one in tensors.items()}
+
+    def _shared_out(self, each: Any) -> Any:
+        """Return this replica's part of something with as many entries for each."""
+        part = len(each) // self._replicas
+        return each[self._ranks.replica * part :][:part]
 
     def _moved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: one.to(self._device) for name, one in tensors.items()}
 
     def _counted(self, batch: Batch) -> list[int]:
-        """Return how many labels count in each micro-batch; where there are none, its samples."""
+        """Return how many labels count in each micro-batch of all replicas; where there are none, its samples."""
         tensors = dict(batch.tensors)
-        if "labels" in tensors and tensors["labels"].dim() == 2 and _shifts(self.model):
+        if "labels" in tensors and tensors["labels"].dim() == 2 and shifts_labels(self.model):
             tensors["labels"] = tensors["labels"][:, 1:]
-        found = counted_labels(tensors, self._micro_batches)
-        return [self._micro_size] * self._micro_batches if found is None else found
+        number = self._micro_batches * self._replicas
+        found = counted_labels(tensors, number)
+        return [self._micro_size] * number if found is None else found
 
     def _groups(self, pipeline: PlannedPipeline) -> list[dict[str, Any]]:
         names: Any = transformers().trainer_pt_utils.get_parameter_names(self.model, [nn.LayerNorm], _UNDECAYED)
@@ -286,37 +372,21 @@ class PipelineTrainer:
             fused=args.optim == "adamw_torch_fused",
         )
 
-    def _known(self, mine: list[float]) -> list[float]:
-        """Return on all ranks what the last stage knows; others have zeros."""
-        pipeline = self._any_pipeline
-        values = torch.tensor(mine if pipeline.is_last else [0.0] * len(mine), dtype=torch.float64, device=self._device)
-        dist.all_reduce(values)
-        return [float(value) for value in values.tolist()]
+    def _sum(self, parts: Sequence[Tensor]) -> float:
+        """Return the sum over all ranks of what each has, which is zero but on last stages."""
+        mine = torch.stack([torch.zeros(()), *parts]).double().sum() if self._any_pipeline.is_last else torch.zeros(())
+        total = mine.to(self._device, torch.float64)
+        dist.all_reduce(total)
+        return float(total)
 
     def _log(self, row: dict[str, float]) -> None:
-        self.log_history.append(row)
-        _say(str({name: value if isinstance(value, int) else f"{value:.4g}" for name, value in row.items()}))
+        state = self._flow.state
+        state.log_history.append({**row, "epoch": state.epoch, "step": state.global_step})
+        self._flow.tell("on_log", logs=row)
+        _say(str({name: f"{value:.4g}" for name, value in row.items()} | {"step": state.global_step}))
 
 
 def _say(line: str) -> None:
     """Print it, once for all ranks."""
     if dist.get_rank() == 0:
         print(line, flush=True)
-
-
-def _may_count(model: nn.Module) -> bool:
-    """Return whether `Trainer` would give the model the batch's number of tokens."""
-    accepts = getattr(model, "accepts_loss_kwargs", None)
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in _arguments(model).values())
-    return takes_any if accepts is None else bool(accepts)
-
-
-def _shifts(model: nn.Module) -> bool:
-    """Return whether `Trainer` does not count the first label: its token follows none."""
-    losses: Any = transformers().loss.loss_utils
-    loss = losses.LOSS_MAPPING.get(getattr(model, "loss_type", None))
-    return loss is losses.ForCausalLMLoss and not getattr(model.config, "is_encoder_decoder", False)
-
-
-def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(model.forward).parameters

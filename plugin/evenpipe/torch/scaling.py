@@ -1,0 +1,39 @@
+"""A gradient scaler for fp16 in a pipeline: what overflows on one stage is skipped on all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evenpipe.torch.base import Pipeline
+
+__all__ = ["PipelineScaler"]
+
+
+class PipelineScaler(torch.amp.GradScaler):
+    """torch's `GradScaler` for the optimizer of one stage of a pipeline; from now on the pipeline scales its losses.
+
+    Call `unscale_`, `step` and `update` as usual, but not `scale`: `pipeline.step` does that. Stages exchange whether a
+    gradient is not finite, so all ranks of the pipeline call them alike, and have the same scale. With replicas,
+    average the gradients before. `arguments`: those of `GradScaler` but for the device.
+    """
+
+    def __init__(self, pipeline: Pipeline, **arguments: Any) -> None:
+        super().__init__(pipeline.device.type, **arguments)
+        if pipeline.versions is not None:
+            raise ValueError("2bw: a batch's scale would be known after the next has begun: train in bf16 or fp32")
+        self._pipeline = pipeline
+        if self.is_enabled():
+            self._lazy_init_scale_growth_tracker(pipeline.device)
+            pipeline.scaler = self
+
+    def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, Tensor]:
+        """Return whether any stage found a gradient that is not finite: 1.0 or 0.0."""
+        device = self._pipeline.device
+        mine = super()._unscale_grads_(*arguments)
+        found = torch.stack([torch.zeros((), device=device), *(one.to(device) for one in mine.values())]).amax()
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._pipeline.group)
+        return {device: found}

@@ -1,0 +1,206 @@
+"""Four gloo processes that use a ModulePipeline as loops of torch.distributed.pipelining do, under several schedules.
+
+Parts take masks and positions by name, no boundary is given, and some parts are compiled.
+Argument: a folder (rank-<rank>.json out). A script of its own, forked after the imports.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from evenpipe.schedule import Size, build
+from evenpipe.torch.pipeline import ModulePipeline
+from evenpipe.torch.scaling import PipelineScaler
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.runtime.ranks import report
+
+STAGES, MICRO_BATCHES, ROWS, TOKENS, WIDTH = 4, 8, 2, 6, 8
+#: Chunks, and whether parts are compiled.
+CASES = {"1f1b": (1, False), "v-half": (2, False), "zb-h1, compiled": (1, True), "v-half, compiled": (2, True)}
+LIMIT = 0.05
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, WIDTH)
+        self.places = nn.Embedding(TOKENS, WIDTH)
+
+    def forward(self, tokens: Tensor, *, position_ids: Tensor) -> Tensor:
+        return self.words(tokens) + self.places(position_ids)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, hidden: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+        inner = self.norm(self.linear(hidden).flatten(0, 1)).view_as(hidden)
+        return hidden + scale * nn.functional.gelu(inner) * mask[..., None]
+
+
+def part_of(parts: int, position: int) -> nn.Module:
+    torch.manual_seed(position)
+    if position == 0:
+        return First()
+    return nn.Linear(WIDTH, 16) if position == parts - 1 else Block()
+
+
+def whole(parts: int) -> nn.Sequential:
+    return nn.Sequential(*(part_of(parts, position) for position in range(parts)))
+
+
+def batch() -> tuple[Tensor, dict[str, Any]]:
+    drawn = torch.Generator().manual_seed(3)
+    rows = MICRO_BATCHES * ROWS
+    tokens = torch.randint(16, (rows, TOKENS), generator=drawn)
+    mask = torch.randint(2, (rows, TOKENS), generator=drawn).float()
+    positions = [torch.randperm(TOKENS, generator=drawn) for _ in range(MICRO_BATCHES)]
+    return tokens, {"mask": mask, "position_ids": positions, "scale": 0.5}
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def forwarded(model: nn.Sequential, tokens: Tensor, mask: Tensor, position_ids: Tensor, scale: float) -> Tensor:
+    first, *blocks, last = model
+    hidden = first(tokens, position_ids=position_ids)
+    for block in blocks:
+        hidden = block(hidden, mask, scale)
+    return last(hidden)
+
+
+def uncut_step(model: nn.Sequential, scaler: torch.amp.GradScaler | None = None) -> float:
+    """Return the mean loss; gradients are in place."""
+    tokens, named = batch()
+    losses = []
+    of_each = zip(tokens.chunk(MICRO_BATCHES), named["mask"].chunk(MICRO_BATCHES), named["position_ids"], strict=True)
+    for some, mask, positions in of_each:
+        losses.append(loss(forwarded(model, some, mask, positions, named["scale"]), some))
+        share = losses[-1] / MICRO_BATCHES
+        (share if scaler is None else scaler.scale(share)).backward()
+    return torch.stack(losses).mean().item()
+
+
+def difference(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest, over the largest value."""
+    return max(float((mine[name] - theirs[name]).abs().max() / (1e-30 + theirs[name].abs().max())) for name in mine)
+
+
+def gradients(named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    return {name: one.grad.clone() for name, one in named if one.grad is not None}
+
+
+def scaled(pipeline: ModulePipeline, model: nn.Sequential, rank: int) -> dict[str, Any]:
+    """Two steps, of which the first overflows on stage 2 alone."""
+    given = {"init_scale": 2.0**10, "growth_interval": 1}
+    scaler, own = PipelineScaler(pipeline, **given), torch.amp.GradScaler("cpu", **given)
+    optimizer, uncut = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (pipeline, model))
+    tokens, named = batch()
+    before, scales = {name: one.clone() for name, one in pipeline.state_dict().items()}, []
+    for overflows in (True, False):
+        optimizer.zero_grad()
+        uncut.zero_grad()
+        pipeline.step(tokens, tokens, **named)
+        uncut_step(model, own)
+        if overflows and rank == 2:
+            next(pipeline.parameters()).grad[0] = torch.inf
+        if overflows:
+            model[2].linear.weight.grad[0] = torch.inf
+        for one, of in ((scaler, optimizer), (own, uncut)):
+            one.unscale_(of)
+        norms = pipeline.clip_grad_norm(LIMIT), nn.utils.clip_grad_norm_(model.parameters(), LIMIT).item()
+        for one, of in ((scaler, optimizer), (own, uncut)):
+            one.step(of)
+            one.update()
+        if overflows:
+            skipped = all(torch.equal(before[name], one) for name, one in pipeline.named_parameters())
+        scales.append((scaler.get_scale(), own.get_scale()))
+    pipeline.scaler = None
+    mine = {name: one.detach() for name, one in pipeline.named_parameters()}
+    return {"skipped": skipped, "scales": scales, "norms": norms, "off": difference(mine, model.state_dict())}
+
+
+def refusal(step: Any, *given: Any, **named: Any) -> str:
+    try:
+        step(*given, **named)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def carry_out(name: str, rank: int, folder: Path) -> dict[str, Any]:
+    chunks, compiles = CASES[name]
+    parts = STAGES * chunks
+
+    def part(position: int) -> nn.Module:
+        made = part_of(parts, position)
+        return torch.compile(made, backend="aot_eager") if compiles else made
+
+    pipeline = ModulePipeline(part, build(name.partition(",")[0], Size(STAGES, MICRO_BATCHES, chunks)), loss)
+    model = whole(parts)
+    tokens, named = batch()
+    mean = pipeline.step(tokens, tokens, **named)
+    theirs = uncut_step(model)
+    own, of_model = [*pipeline.named_parameters()], [*model.named_parameters()]
+    found = {
+        "loss": mean if mean is None else [mean.item(), theirs],
+        "gradients": difference(gradients(own), gradients(of_model)),
+        "norms": [pipeline.clip_grad_norm(LIMIT), nn.utils.clip_grad_norm_(model.parameters(), LIMIT).item()],
+        "clipped": difference(gradients(own), gradients(of_model)),
+        "buffers": difference(
+            {name: one for name, one in pipeline.state_dict().items() if "running" in name} or {"": torch.zeros(1)},
+            {**model.state_dict(), "": torch.zeros(1)},
+        ),
+        "mistyped": refusal(pipeline.step, tokens, tokens, **named, mosk=named["mask"]),
+    }
+    state = pipeline.full_state_dict()
+    found["whole"] = state and [list(state) == list(model.state_dict()), difference(state, model.state_dict())]
+    if not compiles:
+        checkpoint = folder / f"checkpoint-{name}"
+        dcp.save(pipeline.state_dict(), checkpoint_id=checkpoint)
+        loaded = {name: torch.zeros_like(one) for name, one in model.state_dict().items()}
+        dcp.load(loaded, checkpoint_id=checkpoint, no_dist=True)
+        found["sharded"] = difference(loaded, model.state_dict())
+        doubled = {name: 2 * one for name, one in model.state_dict().items()}
+        pipeline.load_state_dict(doubled)
+        found["loaded"] = difference(pipeline.state_dict(), doubled)
+        short = {name: one for name, one in doubled.items() if "bias" not in name}
+        found["short"] = refusal(pipeline.load_state_dict, short)
+        found["other"] = refusal(pipeline.load_state_dict, {**doubled, "1.linear.wieght": torch.zeros(1)})
+        pipeline.load_state_dict(model.state_dict())
+        found["scaled"] = scaled(pipeline, model, rank)
+    pipeline.close()
+    return found
+
+
+def run(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {name: carry_out(name, rank, folder) for name in CASES}
+
+    def failing(position: int) -> nn.Module:
+        return nn.Linear(4, 5 if position == 1 else 4)
+
+    pipeline = ModulePipeline(failing, build("1f1b", Size(STAGES, MICRO_BATCHES)), loss)
+    value = torch.zeros(MICRO_BATCHES, 4)
+    found["failing"] = refusal(pipeline.step, value, value)
+    found["twice"] = refusal(
+        ModulePipeline, failing, build("1f1b", Size(STAGES, MICRO_BATCHES)), loss, names=lambda position, name: name
+    )
+    streamed = ModulePipeline(failing, build("2bw", Size(STAGES, MICRO_BATCHES)), loss)
+    found["streamed"] = refusal(PipelineScaler, streamed)
+    dist.barrier()
+    return found
+
+
+if __name__ == "__main__":
+    report(STAGES, run)
