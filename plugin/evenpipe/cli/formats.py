@@ -13,8 +13,8 @@ from typing import Any, Final, Literal, NamedTuple, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 
-from evenpipe.cli.fit import Document as Fit
 from evenpipe.doctor import Verdict
+from evenpipe.megatron.fitting import Fit
 from evenpipe.partition.search.plan import Plan as Partition
 from evenpipe.planner.grouped import Candidate
 from evenpipe.planner.search.plan import Plan, StagePlan
