@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import re
 from argparse import REMAINDER, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import Final, get_args
 
 from evenpipe.cli.estimate import show
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import gibibytes
-from evenpipe.megatron.fitting import TITLES, Fit, FitError, Found, Source, answered, kept, source_of_line
+from evenpipe.megatron.fitting import (
+    TITLES,
+    Answer,
+    Fit,
+    FitError,
+    Found,
+    Source,
+    answered,
+    is_file_of_a_run,
+    kept,
+    source_of_line,
+    source_of_path,
+)
 from evenpipe.planner.fit.moves import SHORT, Aspect
 from evenpipe.planner.uncertainty import Uncertainty
 from evenpipe.recipes.line import read_line
@@ -20,7 +34,7 @@ from evenpipe.recipes.surroundings import in_megatron
 
 __all__ = ["add_to", "fit_schedule"]
 
-_GIB = 2**30
+_GIB: Final = 2**30
 
 
 def add_to(commands: Commands) -> None:
@@ -29,8 +43,9 @@ def add_to(commands: Commands) -> None:
         commands,
         "fit",
         usage="evenpipe fit [--cluster NAME] [--memory-gib X] [--keep NAME,...] [--write RUN.sh [--take NAME]] "
-        "[--json] -- [torchrun ...] pretrain_gpt.py [FLAGS ...]",
-        beyond="the run's own line goes behind --",
+        "[--json] -- [torchrun ...] pretrain_gpt.py [FLAGS ...]\n"
+        "       evenpipe fit [...] run_config.yaml|CHECKPOINT|RECIPE",
+        beyond="the run's own line goes behind --; or a configuration that Megatron-Bridge saved, or a recipe's folder",
         epilog="--json prints a document evenpipe.fit/1: now (an evenpipe.estimate/1), answers, and notes.",
     )
     parser.add_argument(
@@ -83,17 +98,23 @@ def _run(arguments: Namespace) -> None:
         print(found.fit.model_dump_json())
     else:
         show(found.answers.now.estimate, source.found.model, source.cluster, False, in_megatron)
-        _print(found)
+        _print(found, source.bridge)
     if arguments.write is not None:
         _write(arguments, found.fit)
 
 
 def _source(arguments: Namespace) -> Source:
     words = arguments.line[1:] if arguments.line[:1] == ["--"] else arguments.line
-    return source_of_line(words, arguments.cluster, arguments.memory_gib)
+    if not words or not is_file_of_a_run(words[0]):
+        return source_of_line(words, arguments.cluster, arguments.memory_gib)
+    if words[1:]:
+        raise UsageError(f"{words[1]}: behind {words[0]}, which has all that is read: leave it out")
+    return source_of_path(Path(words[0]), arguments.cluster, arguments.memory_gib)
 
 
 def _refuse(arguments: Namespace, source: Source) -> None:
+    if arguments.write is not None and source.bridge:
+        raise UsageError("--write: no line starts a configuration: --json has the fields to change")
     if arguments.write is not None and not source.line.before:
         raise UsageError("--write: which launcher? Give the whole line, such as torchrun ... pretrain_gpt.py <flags>")
     if arguments.write is not None and arguments.write.exists():
@@ -109,7 +130,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda what: status.update(f"fit: looks for {what}")
 
 
-def _print(found: Found) -> None:
+def _print(found: Found, bridge: bool) -> None:
     console = console_of()
     now, shown = found.answers.now.estimate, found.fit.answers
     rows = [
@@ -135,13 +156,43 @@ def _print(found: Found) -> None:
     )
     for number, one in enumerate(shown, 1):
         console.print(f"{number}", style="bold")
-        for sign, words in (("-", one.removed), ("+", one.added)):
-            for word in words:
-                console.print(f"  {sign} {word}", soft_wrap=True)
+        for line in _changes(one, bridge):
+            console.print("\n".join(_wrapped(f"  {line}", console.width)), soft_wrap=True)
         for line in one.warnings:
-            console.print(f"  {line}", soft_wrap=True)
+            console.print(f"  {line}")
     for note in found.fit.notes:
-        console.print(note, soft_wrap=True)
+        console.print(note)
+
+
+def _changes(one: Answer, bridge: bool) -> list[str]:
+    """Return the flags and variables that go and come; of a configuration, its fields as they are to be."""
+    if not bridge:
+        return [f"{sign} {word}" for sign, words in (("-", one.removed), ("+", one.added)) for word in words]
+    given = ", ".join(f"{name}={value!r}" for name, value in one.evenpipe.items())
+    fields = [f"{name} = {json.dumps(value)}" for name, value in one.changes.items()]
+    variables = [f"{name}={value}" for name, value in one.environment.items()]
+    return [*variables, *fields, *[f"callbacks = [EvenPipe({given})]"] * bool(given)]
+
+
+_WORD: Final = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""")
+
+
+def _wrapped(text: str, width: int) -> Iterator[str]:
+    """Yield a change in lines of at most ``width``, which a shell joins again: each but the last ends with a backslash.
+
+    A quoted word that is longer than a line goes on at the start of the next one, between quotes of its own.
+    """
+    line = ""
+    for word in _WORD.findall(text):
+        if line and len(line) + len(word) + 3 > width and line.split()[-1] not in "+-":
+            yield f"{line} \\"
+            line = "     "
+        line = f"{line} {word}" if line else f"  {word}"
+        while len(line) > width and line.endswith("'") and "|" in line[: width - 2]:
+            at = line.rindex("|", 0, width - 2) + 1
+            yield f"{line[:at]}'\\"
+            line = f"'{line[at:]}"
+    yield line
 
 
 def _row(number: int, title: str, gib: float, tokens: float, ms: float, sure: Uncertainty, loss: str) -> list[str]:

@@ -26,7 +26,6 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "num_layers_in_first_pipeline_stage": "decoder-first-pipeline-num-layers",
         "num_layers_in_last_pipeline_stage": "decoder-last-pipeline-num-layers",
         "gated_linear_unit": "swiglu",
-        "sequence_length": "seq-length",
         "fp8": "fp8-format",
         "fp4": "fp4-format",
         "fp8_param": "fp8-param-gather",
@@ -95,7 +94,10 @@ def settings_of(given: Any) -> Settings:
         elif section is not None:
             only = _OF_SECTION.get(name)
             fields = _fields(section).items()
-            found |= {key: one for key, one in fields if one is not None and (only is None or key in only)}
+            said = {key: one for key, one in fields if one is not None and (only is None or key in only)}
+            if "sequence_length" in said:  # of a dataset, which Bridge sets the model's to
+                said["seq_length"] = said.pop("sequence_length")
+            found |= said
     return Settings(found, True)
 
 
@@ -157,8 +159,6 @@ def _without_effect(values: Mapping[str, Any]) -> set[str]:
         found |= {"recompute_method", "recompute_num_layers"}
     if not values.get("optimizer_cpu_offload"):
         found.add("optimizer_offload_fraction")
-    if values.get("seq_length") is not None:
-        found.add("sequence_length")
     if not values.get("num_moe_experts"):
         found |= {name for name in values if name.startswith("moe_")}
     if not values.get("multi_latent_attention"):

@@ -78,8 +78,13 @@ def kept(names: Iterable[str]) -> frozenset[Aspect]:
     return frozenset(SHORT[name] for name in found)
 
 
-def source_of_line(words: Sequence[str], on: str | None, memory_gib: float | None) -> Source:
-    """Read the line that starts a script of Megatron-LM. Raises FitError."""
+def source_of_line(
+    words: Sequence[str], on: str | Cluster | None, memory_gib: float | None, vocabulary: int | None = None
+) -> Source:
+    """Read the line that starts a script of Megatron-LM. Raises FitError.
+
+    vocabulary: its tokens, where no flag says how many.
+    """
     line = read_line(words)
     if line is None:
         raise FitError("no script: give the line that starts the run, such as -- torchrun ... pretrain_gpt.py <flags>")
@@ -91,10 +96,12 @@ def source_of_line(words: Sequence[str], on: str | None, memory_gib: float | Non
         if word.startswith("--"):
             values = [value] if sign else line.flags[number + 1 : number + 2]
             setattr(given, name.replace("-", "_"), next((one for one in values if not one.startswith("--")), True))
-    return _read(line, PurePath(line.script).name, on, memory_gib, given, None)
+    return _read(line, PurePath(line.script).name, on, memory_gib, given, None, vocabulary)
 
 
-def source_of_settings(settings: Any, on: str | None, memory_gib: float | None, name: str = "the settings") -> Source:
+def source_of_settings(
+    settings: Any, on: str | Cluster | None, memory_gib: float | None, name: str = "the settings"
+) -> Source:
     """Read settings: a mapping, a `TransformerConfig`, or Bridge's `ConfigContainer` or provider. Raises FitError.
 
     name: of the file that has them, or what they are.
@@ -109,18 +116,27 @@ def source_of_settings(settings: Any, on: str | None, memory_gib: float | None, 
 
 
 def _read(
-    line: Line, name: str, on: str | None, memory_gib: float | None, given: Namespace, sections: bool | None
+    line: Line,
+    name: str,
+    on: str | Cluster | None,
+    memory_gib: float | None,
+    given: Namespace,
+    sections: bool | None,
+    vocabulary: int | None = None,
 ) -> Source:
     try:
         nodes, notes = _cluster(on, memory_gib, line)
-        said = line.variable("PYTORCH_CUDA_ALLOC_CONF") or line.variable("PYTORCH_ALLOC_CONF") or ""
-        segments = expandable() or "expandable_segments:true" in said.lower()
-        found = described_by(line.flags, name, "bert" not in name.lower(), nodes.gpus, _VOCABULARY, segments)
+        allocator = line.variable("PYTORCH_CUDA_ALLOC_CONF") or line.variable("PYTORCH_ALLOC_CONF") or ""
+        segments = expandable() or "expandable_segments:true" in allocator.lower()
+        found = described_by(
+            line.flags, name, "bert" not in name.lower(), nodes.gpus, vocabulary or _VOCABULARY, segments
+        )
     except EstimateError as error:
         raise FitError(in_megatron(in_flags(error))) from error
     except (DescriptionError, FlagError, RecipeError) as error:
         raise FitError(in_megatron(str(error))) from error
-    if not any(word.partition("=")[0] in ("--vocab-size", "--padded-vocab-size") for word in line.flags):
+    said = {word.partition("=")[0] for word in line.flags}
+    if vocabulary is None and not said & {"--vocab-size", "--padded-vocab-size"}:
         notes.append(f"no --vocab-size: taken for {_VOCABULARY:,} tokens")
     notes.extend(found.ignored)
     if found.unread:
@@ -136,18 +152,11 @@ def _unread(flag: str) -> str:
     return f"{flag} (did you mean {close[0]}?)" if close else flag
 
 
-def _cluster(on: str | None, memory_gib: float | None, line: Line) -> tuple[Cluster, list[str]]:
-    """Return what is named; without sizes, what the launcher says of them, else as few nodes as the flags need."""
+def _cluster(on: str | Cluster | None, memory_gib: float | None, line: Line) -> tuple[Cluster, list[str]]:
+    """Return the cluster and notes; ``on`` is one, or its name: without a name, A100s."""
+    notes = [] if on else [f"no --cluster: taken for {_CLUSTER}"]
     try:
-        named = cluster(on or _CLUSTER)
-        notes = [] if on else [f"no --cluster: taken for {_CLUSTER}"]
-        if named.nodes == 1 and not (on or "")[:1].isdigit() and ".yaml" not in (on or ""):
-            sizes = _sizes(line)
-            if sizes:
-                named = cluster(f"{sizes[0]}x{sizes[1]}-{on or _CLUSTER}")
-            else:
-                named = cluster(smallest_cluster(on or _CLUSTER, named.gpus_per_node, line.flags))
-                notes.append(f"as few GPUs as the flags need: name --cluster {named.name}, or another size")
+        named = on if isinstance(on, Cluster) else _named(on or _CLUSTER, line, notes)
     except DescriptionError as error:
         raise FitError(f"--cluster {error}") from error
     started = math.prod(map(int, _sizes(line) or ["0"]))
@@ -157,6 +166,18 @@ def _cluster(on: str | None, memory_gib: float | None, line: Line) -> tuple[Clus
         device = named.device.model_copy(update={"memory_gib": memory_gib})
         named = named.model_copy(update={"device": device})
     return named, notes
+
+
+def _named(name: str, line: Line, notes: list[str]) -> Cluster:
+    """Return what is named; without sizes, what the launcher says of them, else as few nodes as the flags need."""
+    named = cluster(name)
+    if named.nodes > 1 or name[:1].isdigit() or ".yaml" in name:
+        return named
+    if sizes := _sizes(line):
+        return cluster(f"{sizes[0]}x{sizes[1]}-{name}")
+    named = cluster(smallest_cluster(name, named.gpus_per_node, line.flags))
+    notes.append(f"as few GPUs as the flags need: name --cluster {named.name}, or another size")
+    return named
 
 
 def _sizes(line: Line) -> list[str]:
