@@ -72,6 +72,17 @@ def test_asking_imports_no_framework_and_asking_twice_is_asking_once(framework: 
     """)
 
 
+def test_the_function_that_fits_is_imported_when_it_is_asked_for() -> None:
+    run("""
+        import sys
+        import evenpipe
+        assert [name for name in sys.modules if name.startswith("evenpipe")] == ["evenpipe"]
+        assert "torch" not in sys.modules
+        assert evenpipe.fit.__module__ == "evenpipe.megatron.fitting.answering"
+        assert "megatron.core" not in sys.modules
+    """)
+
+
 def test_what_is_asked_for_twice_is_applied_once() -> None:
     run("""
         import os

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from evenpipe.cli.fit import _wrapped
 from evenpipe.cli.main import main
 from evenpipe.planner.fit.moves import SHORT
 from tests.readme import ROOT
@@ -142,6 +145,12 @@ def test_a_script_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("--write run.sh -- pretrain_gpt.py {}", "--write: which launcher?"),
         ("--take least -- pretrain_gpt.py {}", "--take: says which answer --write writes"),
         ("-- deepspeed train.py --deepspeed_config ds.json", "do not say what the model is"),
+        ("none.yaml", "none.yaml: cannot be read: No such file"),
+        ("mkdocs.yml", "mkdocs.yml:39: is neither YAML nor JSON"),
+        ("docs", "has neither run_config.yaml nor recipe.json"),
+        ("examples/deepspeed/bpipe.json", "is DeepSpeed's, which does not say what the model is"),
+        (".pre-commit-config.yaml", "has no section model"),
+        ("mkdocs.yml --bf16", "--bf16: behind mkdocs.yml"),
     ],
 )
 def test_bad_input_is_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,3 +206,102 @@ def test_a_recipe_from_flags_changes_the_schedule_alone(capsys: pytest.CaptureFi
         ]
     )
     assert shown == capsys.readouterr().out
+
+
+#: As Bridge writes it beside a checkpoint: objects of Python's by their names, and a null for what is not given.
+SAVED = """
+_target_: megatron.bridge.training.config.ConfigContainer
+comm_overlap: null
+dataset: {_target_: megatron.bridge.training.config.GPTDatasetConfig, sequence_length: 4096, split: "1,1,1"}
+ddp: {grad_reduce_in_fp32: true, overlap_grad_reduce: false, overlap_param_gather: false,
+      use_distributed_optimizer: false, fp8_param_gather: false}
+mixed_precision: {bf16: true, fp16: false, fp8: null, fp8_recipe: tensorwise, grad_reduce_in_fp32: true}
+model:
+  _target_: megatron.bridge.models.llama.llama_provider.Llama31ModelProvider
+  activation_func: {_call_: false, _target_: torch.nn.functional.gelu}
+  attention_backend: {_args_: [5], _call_: true, _target_: megatron.core.transformer.enums.AttnBackend}
+  attention_dropout: 0.0
+  cuda_graph_scope: full
+  hidden_dropout: 0.0
+  hidden_size: 2048
+  max_position_embeddings: 4096
+  moe_token_dispatcher_type: allgather
+  num_attention_heads: 16
+  num_layers: 24
+  num_moe_experts: null
+  pipeline_model_parallel_size: 4
+  position_embedding_type: learned_absolute
+  recompute_granularity: null
+  recompute_modules: [core_attn]
+  seq_length: 131072
+  share_embeddings_and_output_weights: true
+  vocab_size: 50257
+optimizer:
+  exp_avg_dtype: {_call_: false, _target_: torch.float32}
+  exp_avg_sq_dtype: {_call_: false, _target_: torch.float32}
+  optimizer: adam
+  optimizer_cpu_offload: false
+  optimizer_offload_fraction: 0.0
+  overlap_param_gather: false
+train: {global_batch_size: 64, micro_batch_size: 4}
+"""
+KEPT = ("--cluster", "1x4-h100", "--memory-gib", "24", "--keep", "t,p,c,b,schedule,gradients,moments")
+
+
+def test_a_configuration_that_bridge_saved_is_the_run_of_the_same_flags(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = tmp_path / "iter_0000010" / "run_config.yaml"
+    saved.parent.mkdir()
+    saved.write_text(SAVED)
+    main(["fit", *KEPT, "--json", str(tmp_path)])
+    found = json.loads(capsys.readouterr().out)
+    same = document(capsys, *KEPT)
+    assert found["now"] == same["now"]
+    assert [one["iteration_ms"] for one in found["answers"]] == [one["iteration_ms"] for one in same["answers"]]
+    main(["fit", *KEPT, str(saved)])
+    shown = capsys.readouterr().out
+    assert '  model.recompute_granularity = "' in shown
+    assert "  + --" not in shown
+    with pytest.raises(SystemExit):
+        main(["fit", *KEPT, "--write", "run.sh", str(saved)])
+    assert "no line starts a configuration" in capsys.readouterr().err
+
+
+def test_a_recipe_s_folder_is_the_line_that_its_script_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "recipe"
+    what = ("--model", "gpt3-13b", "--cluster", "1x8-a100-80gb", "--global-batch-size", "64", "--stages", "4")
+    main(["recipe", "gpt", *what, "--framework", "megatron", "--launcher", "torchrun", "--out", str(out)])
+    capsys.readouterr()
+    main(["recipe", "--check", str(out)])
+    checked = capsys.readouterr().out
+    main(["fit", "--keep", ",".join(set(SHORT) - {"recompute"}), "--json", str(out)])
+    found = json.loads(capsys.readouterr().out)
+    assert f"{found['now']['iteration_ms']:,.0f} ms an iteration" in checked
+    assert found["now"]["fits"]
+
+
+@given(
+    st.lists(st.text("ab|*t (){}$'\"=-+", min_size=1, max_size=90), min_size=1, max_size=5), st.sampled_from((40, 80))
+)
+def test_a_long_flag_is_wrapped_into_lines_that_a_shell_joins(values: list[str], width: int) -> None:
+    text = f"--flag {shlex.join(values)}"
+    lines = list(_wrapped(f"  + {text}", width))
+    assert shlex.split("\n".join(lines).replace("\\\n", "")) == ["+", *shlex.split(text)]
+    assert all(len(line) <= width for line in lines) or max(map(len, values)) + 8 > width
+
+
+def test_flags_are_wrapped_at_the_width_of_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    layout = "Et|" * 1 + "|".join(f"t*{2 - n % 2}" for n in range(30)) + "|L"
+    lines = list(_wrapped(f"  + --pipeline-model-parallel-layout '{layout}'", 80))
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 80
+    shown = fit(capsys, "--memory-gib", "24", "--keep", "t,p,c,b,schedule,gradients,moments")
+    changes = [line for line in shown.splitlines() if line.startswith("  + ")]
+    assert changes
+    assert max(map(len, changes)) <= 80

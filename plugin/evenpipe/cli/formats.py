@@ -13,8 +13,8 @@ from typing import Any, Final, Literal, NamedTuple, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 
-from evenpipe.cli.fit import Document as Fit
 from evenpipe.doctor import Verdict
+from evenpipe.megatron.fitting import Fit
 from evenpipe.partition.layouts.layers import Layer
 from evenpipe.partition.layouts.written import StagePlan as LayoutStage
 from evenpipe.partition.layouts.written import WrittenLayout

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
-from evenpipe.cli.run_estimate import in_megatron
 from evenpipe.cli.shown import print_table
 from evenpipe.partition.dawnpiper.balance import Balance
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.plan import Plan, Stage, plan_of
+from evenpipe.recipes.surroundings import in_megatron
 from evenpipe.report.figures import Division
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from evenpipe.cli.estimate import add_model, model_and_cluster
 from evenpipe.cli.fit import fit_schedule
 from evenpipe.cli.parser import Commands, UsageError, add_command, sentence
 from evenpipe.cli.plan import SEARCHED, add_search_options, engine_of, question_from
-from evenpipe.cli.run_estimate import in_megatron
 from evenpipe.cli.values import sample_count
 from evenpipe.deepspeed.section import SectionError, section_of
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, framework
@@ -25,6 +24,7 @@ from evenpipe.recipes.checking import Checked, check
 from evenpipe.recipes.files import files_of, write_files
 from evenpipe.recipes.reading import Written, read_folder
 from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, read_plan, run_of_plan
+from evenpipe.recipes.surroundings import in_megatron
 from evenpipe.recipes.unsupported import refuse, refuse_before_planning, refuse_divided
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import tempfile
 import traceback
-from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -20,29 +19,14 @@ from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, fr
 from evenpipe.planner.estimate import Estimator
 from evenpipe.planner.flag_needs import Given, without_effect
 from evenpipe.planner.run import EstimateError
+from evenpipe.recipes.surroundings import expandable, in_megatron, smallest_cluster
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags
 
-__all__ = ["estimated", "expandable", "in_megatron", "smallest_cluster"]
+__all__ = ["estimated"]
 
 _CLUSTER: Final = "a100-80gb"
-#: Flags of `evenpipe estimate` as Megatron spells them.
-_MEGATRON: Final = {
-    "--recompute full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "--recompute selective": "--recompute-granularity selective",
-    "--attention flash": "--attention-backend flash",
-    "--stages": "--pipeline-model-parallel-size",
-    "--tensor-parallel": "--tensor-model-parallel-size",
-    "--context-parallel": "--context-parallel-size",
-    "--expert-parallel": "--expert-model-parallel-size",
-    "--chunks": "--num-virtual-stages-per-pipeline-rank",
-    "--layout": "--pipeline-model-parallel-layout",
-    "--sharded-optimizer": "--use-distributed-optimizer",
-    "--schedule": "--evenpipe-schedule",
-}
-_FLAG: Final = re.compile("|".join(rf"{re.escape(ours)}(?![\w-])" for ours in _MEGATRON))
 _UNREAD: Final = (*("cpu_offloading", "overlap_cpu_optimizer_d2h_h2d", "use_torch_fsdp2"),)
-_SIZES: Final = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
 
 
 def estimated(arguments: Namespace, run: Callable[[Callable[..., None]], None]) -> None:
@@ -98,12 +82,6 @@ def _print(
     show(shown, of, nodes, arguments.json, in_megatron, *notes)
 
 
-def expandable() -> bool:
-    """Return whether the allocator that the script would have gives back what fragments take."""
-    said = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    return "expandable_segments:true" in said.lower()
-
-
 def _unread(args: Namespace) -> list[str]:
     """Flags that change time or memory in ways that the planner does not know."""
     found = [f"--{name.replace('_', '-')}" for name in _UNREAD if getattr(args, name, None)]
@@ -114,11 +92,6 @@ def _unread(args: Namespace) -> list[str]:
     if getattr(args, "fp8_recipe", None) == "custom":
         found.append("--fp8-recipe custom")
     return found
-
-
-def in_megatron(line: str) -> str:
-    """With flags of `evenpipe estimate` as Megatron spells them."""
-    return _FLAG.sub(lambda match: _MEGATRON[match[0]], line)
 
 
 def _cluster(arguments: Namespace) -> tuple[Cluster, list[str]]:
@@ -136,27 +109,6 @@ def _cluster(arguments: Namespace) -> tuple[Cluster, list[str]]:
     if name_with_size != f"1x{gpus}-{name}" or not arguments.cluster:
         notes.append(f"as few GPUs as the flags need: name --cluster {name_with_size}, or another size")
     return cluster(name_with_size), notes
-
-
-def smallest_cluster(name: str, gpus_per_node: int, flags: Sequence[str]) -> str:
-    """Return the name of the smallest cluster of such nodes that holds one replica."""
-    least = _least_gpus(flags)
-    if least < gpus_per_node:
-        return f"1x{least}-{name}"
-    return f"{math.lcm(least, gpus_per_node) // gpus_per_node}x{gpus_per_node}-{name}"
-
-
-def _least_gpus(flags: Sequence[str]) -> int:
-    """GPUs of one replica."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=SUPPRESS)
-    for size in _SIZES:
-        parser.add_argument(f"--{size}")
-    try:
-        found, _ = parser.parse_known_args([word for flag in flags for word in flag.split("=", 1)])
-    except ArgumentError:  # the script's own parser says what is wrong
-        return 1
-    given = [int(value) for value in vars(found).values() if str(value).isdecimal()]
-    return max(1, math.prod(given))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
-"""EvenPipe in Megatron-Bridge: a callback for its ``pretrain``."""
+"""EvenPipe in Megatron-Bridge: a callback for its ``pretrain``, and layouts for its recipes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -16,7 +18,22 @@ from evenpipe.upstream import UpstreamError
 if TYPE_CHECKING:
     from evenpipe.megatron.schedule import PipelineSchedule
 
-__all__ = ["EvenPipe"]
+__all__ = ["EvenPipe", "layout_builder"]
+
+
+def layout_builder(
+    config: Any, *, cluster: str | None = None, memory_gib: float | None = None
+) -> Callable[[int, int | None], list[list[str]]]:
+    """Return what builds the layout of a recipe's pipeline, for Bridge to call when stages are overridden::
+
+        config.model._pipeline_model_parallel_layout_builder = layout_builder(config, cluster="8x8-h100")
+
+    It takes the numbers of stages and of virtual stages, and returns the kinds of layers of each part, which the
+    planner finds for the recipe's model and batch as they are then. cluster, memory_gib: as `evenpipe.fit` has them.
+    """
+    from evenpipe.megatron.fitting import layout_for
+
+    return partial(layout_for, config, on=cluster, memory_gib=memory_gib)
 
 
 class EvenPipe:

@@ -16,7 +16,7 @@ __all__ = [
     "Pipelined",
     "Values",
     "expert_layers",
-    "known_flags",
+    "flag_parser",
     "model_of",
     "padded_vocabulary",
     "parse_flags",
@@ -176,19 +176,15 @@ def parse_flags(flags: Sequence[str]) -> tuple[Namespace, list[str]]:
 
     Raises FlagError for a value that is none.
     """
-    parser = _parser()
+    parser = flag_parser()
     found, unknown = parser.parse_known_args(flags)
     if (frequency := getattr(found, "moe_layer_freq", "")).isdigit():
         found.moe_layer_freq = int(frequency)
     return found, unknown
 
 
-def known_flags() -> list[str]:
-    """Return the flags of Megatron-LM that are read without its parser."""
-    return [option for action in _parser()._actions for option in action.option_strings]
-
-
-def _parser() -> _Parser:
+def flag_parser() -> ArgumentParser:
+    """Return the parser of the flags of Megatron-LM that are read without Megatron's own."""
     parser = _Parser(allow_abbrev=False, argument_default=SUPPRESS, add_help=False)
     for names, kind in ((_WHOLE, int), (_WORDS, str), (_NUMBERS, float)):
         for name in names:

@@ -52,6 +52,10 @@ class Weighing:
         """Return the run with as many layers in each part, or else those that make its stages equally fast."""
         if self.model.layers % (run.stages * run.chunks) == 0:
             return replace(run, layout=None, further_part=None)
+        return self.levelled(run)
+
+    def levelled(self, run: Run) -> Run:
+        """Return the run with the layers in each part that make its stages equally fast."""
         way = self._way(run)
         if way is None:
             return run

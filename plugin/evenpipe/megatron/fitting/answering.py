@@ -1,0 +1,216 @@
+"""The answers to a run that was read: what each needs and takes, and what it changes, as flags and as settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple
+
+from pydantic import BaseModel
+
+from evenpipe.megatron.fitting.source import FitError, Source, kept, option, source_of_line, source_of_settings
+from evenpipe.planner.arguments import parse_flags
+from evenpipe.planner.descriptions import framework
+from evenpipe.planner.fit.answers import Answers, Asked, answers, by_evenpipe
+from evenpipe.planner.fit.moves import NARROWER, Aspect, changed, modules_of
+from evenpipe.planner.fit.weighing import Weighing
+from evenpipe.planner.run import EstimateError, Module, Run
+from evenpipe.planner.search.question import Engine
+from evenpipe.planner.search.search import EQUAL, Planned
+from evenpipe.recipes.edits import edited, flag_changes
+from evenpipe.recipes.line import Line
+from evenpipe.recipes.megatron import settings_of
+from evenpipe.recipes.megatron_rules import starts
+from evenpipe.recipes.provider import field_of
+from evenpipe.recipes.surroundings import in_megatron
+from evenpipe.settings.spelling import in_flags
+from evenpipe.train.engines import ENGINES
+
+__all__ = ["TITLES", "Answer", "Fit", "Found", "answered", "fit"]
+
+#: What an answer is, by its name, in the order in which they are shown.
+TITLES: Final = MappingProxyType(
+    {
+        "least": "least change that fits",
+        "stock": "fastest with Megatron's schedules",
+        "evenpipe": "fastest with EvenPipe's",
+        "sized": "fastest with the same t, p, c and e",
+        "narrower": "fastest with fewer bits",
+    }
+)
+#: Aspects whose changes leave every bit of losses and weights as it was.
+_SAME_BITS: Final = frozenset(("allocator", "overlap", "recompute", "schedule"))
+_GIB: Final = 2**30
+
+
+class Answer(BaseModel):
+    """One answer: what it needs and takes, whether losses stay, and what it changes.
+
+    names: of the answer, or of several that are the same. memory_gib: of the fullest stage. warnings: of memory.
+    added, removed: flags and variables; ``command``: the whole line; of settings, the flags that say the same.
+    changes: Megatron's arguments by name, or the fields of a provider, with their new values. environment: variables to
+    set. evenpipe: arguments of `PipelineSchedule` or of Bridge's callback; empty under Megatron's own schedule.
+    """
+
+    names: list[str]
+    memory_gib: float
+    iteration_ms: float
+    tokens_per_second_per_gpu: float
+    uncertainty: dict[str, float | str | None]
+    loss: str
+    warnings: list[str]
+    added: list[str]
+    removed: list[str]
+    command: list[str]
+    changes: dict[str, Any]
+    environment: dict[str, str]
+    evenpipe: dict[str, Any]
+
+
+class Fit(BaseModel):
+    """The document of ``evenpipe fit --json``. now: an ``evenpipe.estimate/1`` of the run as it is."""
+
+    format: Literal["evenpipe.fit/1"] = "evenpipe.fit/1"
+    now: dict[str, Any]
+    answers: list[Answer]
+    notes: list[str]
+
+    def answer(self, name: str | None = None) -> Answer | None:
+        """Return the answer of this name; without one, the least change or, if the run fits, the fastest.
+
+        The fastest in fewer bits is returned without being named only if it is the only one.
+        """
+        if name is not None and name not in TITLES:
+            raise FitError(f"{name!r} is no answer: choose one of {', '.join(TITLES)}")
+        if name is None:
+            least = self.answer("least")
+            alike = [one for one in self.answers if one.names != ["narrower"]] or self.answers
+            return least or min(alike, key=lambda one: one.iteration_ms, default=None)
+        return next((one for one in self.answers if name in one.names), None)
+
+
+class Found(NamedTuple):
+    """The answers as runs, and as what is shown."""
+
+    answers: Answers
+    fit: Fit
+
+
+def fit(run: Any, *, cluster: str | None = None, memory_gib: float | None = None, keep: Collection[str] = ()) -> Fit:
+    """Return what to change of a run so that it fits its GPUs and is fast, as ``evenpipe fit`` prints it.
+
+    run: the words of the line that starts it, ``["torchrun", ..., "pretrain_gpt.py", ...]``, or its settings: a mapping
+    or an object such as a `TransformerConfig`, or Megatron-Bridge's `ConfigContainer`, with the sections model, train,
+    ddp and so on. cluster: as ``--cluster`` has it; memory_gib: of a GPU; keep: what stays, as ``--keep`` names it.
+    Nothing is trained and nothing changed. Raises `FitError`, a ValueError of one line.
+    """
+    if isinstance(run, str):
+        raise FitError("run: give a line as a list of words: shlex.split(line)")
+    in_words = isinstance(run, Sequence)
+    source = (source_of_line if in_words else source_of_settings)(run, cluster, memory_gib)
+    return answered(source, kept(keep)).fit
+
+
+def answered(source: Source, keep: frozenset[Aspect], step: Callable[[str], None] = lambda _: None) -> Found:
+    """Return the answers to a run that was read. ``step`` is called with what is looked for. Raises FitError."""
+    try:
+        asked, notes = _asked(source, keep)
+        found = answers(replace(asked, step=step))
+    except EstimateError as error:
+        raise FitError(in_megatron(in_flags(error))) from error
+    shown = _answers(found, source, asked.run)
+    notes = [*source.notes, *notes, *_of_gain(found, shown)]
+    return Found(found, Fit(now=found.now.estimate.to_json(), answers=shown, notes=notes))
+
+
+def _asked(source: Source, keep: frozenset[Aspect]) -> tuple[Asked, list[str]]:
+    of = framework("megatron")
+    line, model = source.line, source.found.model
+    run = source.found.run.of(of)
+    grouped = any(word == "--moe-grouped-gemm" for word in line.flags)
+    schedules, bpipe, notes = source.schedules(run)
+
+    def flags(new: Run) -> int:
+        return flag_changes(line, edited(line, model, run, new, os.environ))
+
+    weighing = Weighing(model, source.cluster, of, lambda one: one == run or starts(one))
+    # Without Transformer Engine, Megatron carries out no other module again than attention's core.
+    local = option(line.flags, "--transformer-impl") == "local"
+    modules: tuple[Module, ...] = ("core_attn",) if local else modules_of(model, run, grouped)
+    engine = Engine("Megatron", ENGINES["evenpipe"].offers)
+    return Asked(weighing, run, engine, keep, flags, modules, schedules, bpipe), notes
+
+
+def _answers(found: Answers, source: Source, run: Run) -> list[Answer]:
+    """Return each run once, with all names that it has; of a run that fits, only those that are faster by 2 %."""
+    now = found.now.estimate
+    limit = now.iteration_ms / EQUAL if now.fits else float("inf")
+    names: dict[Run, list[str]] = {}
+    planned: dict[Run, Planned] = {}
+    for name in TITLES:
+        one: Planned | None = getattr(found, name)
+        if one is not None and one.estimate.iteration_ms < limit:
+            names.setdefault(one.run, []).append(name)
+            planned[one.run] = one
+    return [_answer(planned[new], names[new], source, run) for new in names]
+
+
+def _answer(one: Planned, names: list[str], source: Source, run: Run) -> Answer:
+    line = edited(source.line, source.found.model, run, one.run, os.environ)
+    before, after = (_words(each) for each in (source.line, line))
+    return Answer(
+        names=names,
+        memory_gib=one.most_bytes / _GIB,
+        iteration_ms=one.estimate.iteration_ms,
+        tokens_per_second_per_gpu=one.estimate.tokens_per_second,
+        uncertainty=one.estimate.uncertainty._asdict(),
+        warnings=[line for line in map(in_megatron, one.estimate.warnings) if line.startswith("memory pressure")],
+        loss=_loss(source, run, one.run),
+        added=[word for word in after if word not in before],
+        removed=[word for word in before if word not in after],
+        command=[*line.before, line.script, *line.flags],
+        changes=_changes(source, line),
+        environment=dict(word.split("=", 1) for word in line.before if "=" in word and word not in source.line.before),
+        evenpipe=_evenpipe(one.run) if by_evenpipe(one.run) else {},
+    )
+
+
+def _words(line: Line) -> list[str]:
+    """Return variables, how EvenPipe is started, and each flag with its values."""
+    through = ["-m evenpipe run"] * ("evenpipe" in line.before)
+    return [*(word for word in line.before if "=" in word), *through, *(flag.strip() for flag in line.lines[1:])]
+
+
+def _changes(source: Source, new: Line) -> dict[str, Any]:
+    """Return what is changed of Megatron's arguments: None or False for one that is no longer given."""
+    before, after = (vars(parse_flags(settings_of(line.flags)[1])[0]) for line in (source.line, new))
+    found = {name: value for name, value in after.items() if name not in before or before[name] != value}
+    found |= {name: False if value is True else None for name, value in before.items() if name not in after}
+    if source.sections is None:
+        return found
+    return dict(field_of(name, value, source.sections) for name, value in found.items())
+
+
+def _evenpipe(run: Run) -> dict[str, Any]:
+    grouped = {"group_size": run.group_size} if run.group_size > 1 else {}
+    return {"schedule": run.spec.name} | ({"bpipe": True} if run.bpipe else {}) | grouped
+
+
+def _loss(source: Source, old: Run, new: Run) -> str:
+    aspects = changed(old, new)
+    if aspects & NARROWER:
+        return "fewer bits"
+    if aspects <= _SAME_BITS:
+        return "same bits"
+    return "other dropout" if source.found.model.dropout else "rounding"
+
+
+def _of_gain(found: Answers, shown: Sequence[Answer]) -> list[str]:
+    """Return what is left to say where an answer is not there."""
+    if not shown:
+        return ["nothing to gain: no other run that fits is faster by more than 2 %"]
+    if found.stock is not None and found.evenpipe is None and not by_evenpipe(found.now.run):
+        return ["EvenPipe's schedules gain less than 2 % over Megatron's: leave them out"]
+    return []

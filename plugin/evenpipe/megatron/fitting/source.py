@@ -1,0 +1,195 @@
+"""A run of Megatron's as it is read: from the line that starts it, or from a program's settings."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import PurePath
+from typing import Any, Final
+
+from evenpipe.megatron.unsupported import refused_in_a_v, refused_settings
+from evenpipe.planner.arguments import FlagError, flag_parser
+from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster
+from evenpipe.planner.fit.moves import SHORT, Aspect
+from evenpipe.planner.run import EstimateError, Run
+from evenpipe.recipes.line import Line, read_line
+from evenpipe.recipes.megatron import Described, described_by
+from evenpipe.recipes.provider import Settings, flags_of, settings_of
+from evenpipe.recipes.recipe import RecipeError
+from evenpipe.recipes.surroundings import expandable, in_megatron, smallest_cluster
+from evenpipe.settings.spelling import in_flags
+from evenpipe.wording.nearest import nearest
+
+__all__ = ["FitError", "Source", "kept", "option", "source_of_line", "source_of_settings"]
+
+_CLUSTER: Final = "a100-80gb"
+#: Tokens of a vocabulary of which no flag says the size: Llama 3's.
+_VOCABULARY: Final = 128_256
+#: Similarity of a flag and what it is a slip of: a letter or two differ.
+_SLIP: Final = 0.94
+
+
+class FitError(ValueError):
+    """A run from which no answer can be told; the message is one line: what was wrong, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run that was read, where it runs, and notes of what was assumed.
+
+    line: for settings, the flags that say the same. ``given``: Megatron's arguments, or the settings, by name.
+    ``sections``: whether settings were in sections; None for a line. ``bridge``: Bridge makes the model's chunks.
+    """
+
+    line: Line
+    found: Described
+    cluster: Cluster
+    notes: tuple[str, ...]
+    given: Namespace
+    sections: bool | None = None
+
+    @property
+    def bridge(self) -> bool:
+        return self.sections is not None
+
+    def schedules(self, run: Run) -> tuple[tuple[str, ...], bool, list[str]]:
+        """Return EvenPipe's schedules that go together with the run, whether BPipe does, and why others do not."""
+        for refusal in refused_settings(self.given, False):
+            return (), False, [f"without EvenPipe's schedules: {refusal.setting} {refusal.reason}"]
+        bpipe = not any(refused_settings(self.given, True))
+        if run.overlap_experts:
+            return ("1f1b", "interleaved"), bpipe, []
+        if self.bridge:  # which makes chunks, and layers with whole backwards, itself
+            return ("1f1b", "interleaved", "kfkb"), bpipe, []
+        halves = not any(refused_settings(self.given, False, True))
+        vees = halves and not any(refused_in_a_v(self.given))
+        return ("1f1b", "interleaved", "kfkb", *["zb-h1"] * halves, *["v-half", "zbv"] * vees), bpipe, []
+
+
+def kept(names: Iterable[str]) -> frozenset[Aspect]:
+    """Return the aspects of these names. Raises FitError for a name that is none."""
+    found = list(names)
+    for name in found:
+        if name not in SHORT:
+            raise FitError(f"{name!r} is nothing to keep, {nearest(name, SHORT)}")
+    return frozenset(SHORT[name] for name in found)
+
+
+def source_of_line(
+    words: Sequence[str], on: str | Cluster | None, memory_gib: float | None, vocabulary: int | None = None
+) -> Source:
+    """Read the line that starts a script of Megatron-LM. Raises FitError.
+
+    vocabulary: its tokens, where no flag says how many.
+    """
+    line = read_line(words)
+    if line is None:
+        raise FitError("no script: give the line that starts the run, such as -- torchrun ... pretrain_gpt.py <flags>")
+    if line.of_deepspeed:
+        raise FitError(f"{line.script}: its flags are DeepSpeed's, which do not say what the model is: `evenpipe plan`")
+    given = Namespace(save=None, load=None)
+    for number, word in enumerate(line.flags):
+        name, sign, value = word.removeprefix("--").partition("=")
+        if word.startswith("--"):
+            values = [value] if sign else line.flags[number + 1 : number + 2]
+            setattr(given, name.replace("-", "_"), next((one for one in values if not one.startswith("--")), True))
+    return _read(line, PurePath(line.script).name, on, memory_gib, given, None, vocabulary)
+
+
+def source_of_settings(
+    settings: Any, on: str | Cluster | None, memory_gib: float | None, name: str = "the settings"
+) -> Source:
+    """Read settings: a mapping, a `TransformerConfig`, or Bridge's `ConfigContainer` or provider. Raises FitError.
+
+    name: of the file that has them, or what they are.
+    """
+    try:
+        found = settings if isinstance(settings, Settings) else settings_of(settings)
+        line = Line((), name, tuple(flags_of(found)))
+    except FlagError as error:
+        raise FitError(f"{name}: {error}") from None
+    given = Namespace(**{"save": None, "load": None} | {str(key): value for key, value in found.values.items()})
+    return _read(line, name, on, memory_gib, given, found.sections)
+
+
+def _read(
+    line: Line,
+    name: str,
+    on: str | Cluster | None,
+    memory_gib: float | None,
+    given: Namespace,
+    sections: bool | None,
+    vocabulary: int | None = None,
+) -> Source:
+    try:
+        nodes, notes = _cluster(on, memory_gib, line)
+        allocator = line.variable("PYTORCH_CUDA_ALLOC_CONF") or line.variable("PYTORCH_ALLOC_CONF") or ""
+        segments = expandable() or "expandable_segments:true" in allocator.lower()
+        found = described_by(
+            line.flags, name, "bert" not in name.lower(), nodes.gpus, vocabulary or _VOCABULARY, segments
+        )
+    except EstimateError as error:
+        raise FitError(in_megatron(in_flags(error))) from error
+    except (DescriptionError, FlagError, RecipeError) as error:
+        raise FitError(in_megatron(str(error))) from error
+    said = {word.partition("=")[0] for word in line.flags}
+    if vocabulary is None and not said & {"--vocab-size", "--padded-vocab-size"}:
+        notes.append(f"no --vocab-size: taken for {_VOCABULARY:,} tokens")
+    notes.extend(found.ignored)
+    if found.unread:
+        names = " ".join(_unread(word.partition("=")[0]) for word in found.unread)
+        notes.append(f"not read, so that what they change is not in these estimates: {names}")
+    return Source(line, found, nodes, tuple(notes), given, sections)
+
+
+def _unread(flag: str) -> str:
+    """Return the flag, with a known one that differs by a slip only."""
+    known = [option for action in flag_parser()._actions for option in action.option_strings]
+    close = get_close_matches(flag, known, n=1, cutoff=_SLIP)
+    return f"{flag} (did you mean {close[0]}?)" if close else flag
+
+
+def _cluster(on: str | Cluster | None, memory_gib: float | None, line: Line) -> tuple[Cluster, list[str]]:
+    """Return the cluster and notes; ``on`` is one, or its name: without a name, A100s."""
+    notes = [] if on else [f"no --cluster: taken for {_CLUSTER}"]
+    try:
+        named = on if isinstance(on, Cluster) else _named(on or _CLUSTER, line, notes)
+    except DescriptionError as error:
+        raise FitError(f"--cluster {error}") from error
+    started = math.prod(map(int, _sizes(line) or ["0"]))
+    if started and started != named.gpus:
+        notes.append(f"the line starts {started} processes, but {named.name} has {named.gpus} GPUs: change one of them")
+    if memory_gib is not None:
+        device = named.device.model_copy(update={"memory_gib": memory_gib})
+        named = named.model_copy(update={"device": device})
+    return named, notes
+
+
+def _named(name: str, line: Line, notes: list[str]) -> Cluster:
+    """Return what is named; without sizes, what the launcher says of them, else as few nodes as the flags need."""
+    named = cluster(name)
+    if named.nodes > 1 or name[:1].isdigit() or ".yaml" in name:
+        return named
+    if sizes := _sizes(line):
+        return cluster(f"{sizes[0]}x{sizes[1]}-{name}")
+    named = cluster(smallest_cluster(name, named.gpus_per_node, line.flags))
+    notes.append(f"as few GPUs as the flags need: name --cluster {named.name}, or another size")
+    return named
+
+
+def _sizes(line: Line) -> list[str]:
+    """Return how many nodes and processes a node the launcher starts; nothing if it does not say so in numbers."""
+    sizes = [option(line.before, *names) for names in (("--nnodes",), ("--nproc-per-node", "--nproc_per_node"))]
+    return sizes if all(size.isdecimal() and int(size) for size in sizes) else []
+
+
+def option(words: Sequence[str], *names: str) -> str:
+    """Return the value of a launcher's option; 1 for nodes that it does not name."""
+    for number, word in enumerate(words):
+        name, sign, value = word.partition("=")
+        if name in names:
+            return value if sign else "".join(words[number + 1 : number + 2])
+    return "1" if names == ("--nnodes",) else ""
