@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.kernels import Kernels, Links
-from evenpipe.planner.operations.operation import Parameters
+from evenpipe.planner.operations.operation import Operation, Parameters, Pass
 from evenpipe.planner.operations.parts import Block, Blocks, Part
 from evenpipe.planner.run import Run
 from evenpipe.schedule import Program, Programs, Size
@@ -40,11 +40,12 @@ def part_times(parts: Sequence[Part], blocks: Blocks, kernels: Kernels) -> list[
     @cache
     def of(block: Block) -> PartTime:
         operations, again = blocks.operations[block], blocks.recomputed(block).operations
-        forward = [(one, one.forward) for one in operations]
         weights = kernels.seconds(work for one in operations for work in one.weight_gradient)
-        backward = [(one, (*one.backward, *one.weight_gradient)) for one in operations]
-        backward += [(one, one.forward) for one in again]
-        return PartTime(kernels.started(forward), kernels.started(backward), weights)
+        backward: list[tuple[Operation, Pass]] = []
+        for one in operations:
+            backward += [(one, "backward"), (one, "weight_gradient")]
+        backward += [(one, "forward") for one in again]
+        return PartTime(kernels.started((one, "forward") for one in operations), kernels.started(backward), weights)
 
     return [
         PartTime(*(sum(of(block)[field] * count for block, count in part.items()) for field in range(3)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import starmap
 from math import ceil
 from typing import Final
 
@@ -17,6 +18,7 @@ from evenpipe.planner.operations.operation import (
     Group,
     Moved,
     Operation,
+    Pass,
     Work,
 )
 from evenpipe.planner.run import Dispatcher, Run
@@ -191,9 +193,12 @@ _LEAST_SPLIT: Final = 4096  # inner dimension from which cuBLAS splits it
 
 
 class Kernels:
-    """How long each work takes under ``run`` on ``cluster``."""
+    """How long each work takes under ``run`` on ``cluster``.
 
-    def __init__(self, run: Run, cluster: Cluster, calibration: Calibration) -> None:
+    ``like``: kernels of a run with the same precision, quantization and graphs, for which products take as long.
+    """
+
+    def __init__(self, run: Run, cluster: Cluster, calibration: Calibration, like: Kernels | None = None) -> None:
         assert run.precision is not None
         device = cluster.device
         self.links = Links(run, cluster, calibration)
@@ -205,7 +210,8 @@ class Kernels:
         self._attention = calibration.narrow_attention if run.quantized_attention else 1.0
         self._attention *= calibration.around if run.context > 1 else 1.0
         self._host = 1 / (device.host_gbps * 1e9 * calibration.copy), _HOST_STEP * cluster.gpus_per_node
-        self._product = cache(self._gemm)
+        self._started = cache(self._started_of)
+        self._product: Callable[[Gemm], float] = cache(self._gemm) if like is None else like._product
 
     def seconds(self, works: Iterable[Work]) -> float:
         """All of them, one after the other; a collective that runs behind a matrix product takes what is left."""
@@ -249,20 +255,28 @@ class Kernels:
             case Dispatch():
                 return self.links.dispatch(work)
 
-    def started(self, works: Sequence[tuple[Operation, Iterable[Work]]]) -> float:
-        """Return the seconds of these operations' works, none of them faster than the host starts its kernels.
+    def started(self, passes: Iterable[tuple[Operation, Pass]]) -> float:
+        """Return the seconds of these operations' passes, no faster than the host starts their kernels.
 
         Before a dispatcher the host waits for the numbers of tokens, so that its time is not hidden at all.
         """
         takes, kernels, waits = 0.0, 0.0, False
-        for operation, each in works:
-            graphed = "full_iteration" in self._run.graphs or operation.graph in self._run.graphs
-            for work in each:
-                takes += self._of(work)
-                kernels += 0 if graphed else self._kernels(work)
-                waits = waits or (isinstance(work, Dispatch) and not graphed)
+        for each in starmap(self._started, passes):
+            for seconds, from_host, awaited in each:
+                takes += seconds
+                kernels += from_host
+                waits = waits or awaited
         host = kernels * self._device.host_us * 1e-6
         return takes + host if waits else max(takes, host)
+
+    def _started_of(self, operation: Operation, which: Pass) -> list[tuple[float, float, bool]]:
+        """Return of each work its seconds, how many kernels the host starts for it, and whether it waits before."""
+        graphed = "full_iteration" in self._run.graphs or operation.graph in self._run.graphs
+        works: Sequence[Work] = getattr(operation, which)
+        return [
+            (self._of(work), 0 if graphed else self._kernels(work), isinstance(work, Dispatch) and not graphed)
+            for work in works
+        ]
 
     def _kernels(self, work: Work) -> float:
         match work:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from evenpipe.planner.descriptions import Cluster, Device, Framework, Model, Precision, Rate
 from evenpipe.planner.quantized import QUANTIZATIONS, Quantization, Quantized
@@ -158,6 +158,12 @@ class Run:
             sequence_parallel=bool(filled.sequence_parallel) and self.tensor > 1,
             gradients_in_fp32=filled.gradients_in_fp32 or filled.precision == "fp32",
         )
+
+    def but(self, **changes: Any) -> Run:
+        """Return `dataclasses.replace` of it, in a tenth of the time: a search makes a hundred thousand."""
+        other = object.__new__(Run)
+        other.__dict__.update(self.__dict__, **changes)
+        return other
 
     @property
     def spec(self) -> Spec:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from evenpipe.planner.descriptions import Device
-from evenpipe.planner.operations.operation import Parameters, summed, total
-from evenpipe.planner.operations.parts import Block, Blocks, Part
+from evenpipe.planner.operations.operation import Operation, Parameters, summed
+from evenpipe.planner.operations.parts import Blocks, Part, Recomputed
 from evenpipe.planner.run import Recompute, Run
 from evenpipe.schedule import Places
 
@@ -16,10 +16,12 @@ __all__ = [
     "Chunk",
     "StageBytes",
     "States",
+    "bytes_of_stage",
     "chunks_of",
     "parameters_of",
     "slack",
     "stage_bytes",
+    "stage_states",
     "states",
 ]
 
@@ -127,37 +129,36 @@ class Chunk(NamedTuple):
 
 def chunks_of(parts: Sequence[Part], blocks: Blocks) -> list[Chunk]:
     """One of each part, in the order of the model."""
-    return [
-        Chunk(
-            parameters_of(part, blocks),
-            sum(
-                count * (blocks.recomputed(block).kept_bytes - blocks.offloaded(block)) for block, count in part.items()
-            )
-            + blocks.attention_mask_bytes(part),
-            sum(count * blocks.left_bytes(block) for block, count in part.items()),
-            # Two layers' activations are on their way to the host or back.
-            max((_working(block, blocks) + 2 * blocks.offloaded(block) for block in part), default=0.0),
-            blocks.attention_mask_bytes(part),
-            sum(count * blocks.offloaded(block) for block, count in part.items()),
-            max((total(blocks.operations[block]).all for block in part), default=0.0),
-        )
-        for part in parts
-    ]
+    return [_chunk(part, blocks) for part in parts]
+
+
+def _chunk(part: Part, blocks: Blocks) -> Chunk:
+    each = [(block, count, blocks.recomputed(block), blocks.offloaded(block)) for block, count in part.items()]
+    mask = blocks.attention_mask_bytes(part)
+    return Chunk(
+        parameters_of(part, blocks),
+        sum(count * (again.kept_bytes - away) for _, count, again, away in each) + mask,
+        sum(count * blocks.left_bytes[block] for block, count in part.items()),
+        # Two layers' activations are on their way to the host or back.
+        max((_working(blocks.operations[block], again) + 2 * away for block, _, again, away in each), default=0.0),
+        mask,
+        sum(count * away for _, count, _, away in each),
+        max((blocks.parameters[block].all for block in part), default=0.0),
+    )
 
 
 def parameters_of(part: Part, blocks: Blocks) -> Parameters:
     """Return the parameters that one GPU has of the part."""
-    return summed(total(blocks.operations[block]).times(count) for block, count in part.items())
+    return summed(blocks.parameters[block].times(count) for block, count in part.items())
 
 
-def _working(block: Block, blocks: Blocks) -> float:
+def _working(operations: Sequence[Operation], recomputed: Recomputed) -> float:
     """The most that the backward of a block takes beside what is kept: what is recomputed, until it has been used."""
-    again = blocks.recomputed(block).regained
-    live = sum(one.saved_bytes for one in again)
-    most = live
-    for one in reversed(blocks.operations[block]):
+    again = {id(one) for one in recomputed.regained}
+    most = live = sum(one.saved_bytes for one in recomputed.regained)
+    for one in reversed(operations):
         most = max(most, live + one.scratch_bytes)
-        live -= one.saved_bytes if one in again else 0
+        live -= one.saved_bytes if id(one) in again else 0
     return most
 
 
@@ -175,21 +176,26 @@ def stage_bytes(
     for stage in range(places.stages):
         own = [chunks[places.position(stage, chunk)] for chunk in range(places.chunks)]
         held = stage_states(own, run, versions, device.transposing)
-        # A hand-over's input and output, each with its gradient, whole where sequence parallelism divides them.
-        working = max(chunk.working_bytes for chunk in own) + 2 * message_bytes + _in_flight(own, run)
         kept = saved[stage] + _not_offloaded(own, saved[stage], stage, run)
-        beside = max(slack(run) * (kept + working), held.step) - kept
-        found.append(
-            StageBytes(
-                weights=round(held.weights),
-                gradients=round(held.gradients),
-                optimizer=round(held.optimizer),
-                activations=kept,
-                buffers=round(beside),
-                communicators=round(device.reserve_gib * _GIB),
-            )
-        )
+        found.append(bytes_of_stage(own, held, kept, run, message_bytes, device))
     return found
+
+
+def bytes_of_stage(
+    own: Sequence[Chunk], held: States, kept: int, run: Run, message_bytes: float, device: Device
+) -> StageBytes:
+    """Return the bytes of a stage with these chunks, ``held`` all the time and ``kept`` at its peak."""
+    # A hand-over's input and output, each with its gradient, whole where sequence parallelism divides them.
+    working = max(chunk.working_bytes for chunk in own) + 2 * message_bytes + _in_flight(own, run)
+    beside = max(slack(run) * (kept + working), held.step) - kept
+    return StageBytes(
+        weights=round(held.weights),
+        gradients=round(held.gradients),
+        optimizer=round(held.optimizer),
+        activations=kept,
+        buffers=round(beside),
+        communicators=round(device.reserve_gib * _GIB),
+    )
 
 
 #: Parameters that Megatron-FSDP has on their way at least: gradients, and half as many that are gathered ahead.
@@ -198,6 +204,8 @@ _UNIT: Final = 1e9
 
 def _in_flight(own: Sequence[Chunk], run: Run) -> float:
     """Return the bytes of weights and gradients that are whole for a while (``megatron_fsdp.py``)."""
+    if run.sharding is None:
+        return 0.0
     every, block = sum(chunk.parameters.all for chunk in own), max(chunk.block for chunk in own)
     weights = run.element_bytes * min(every, block + max(_UNIT / 2, block)) if run.shards_parameters else 0.0
     gradient = 4 if run.gradients_in_fp32 else 2
@@ -206,6 +214,8 @@ def _in_flight(own: Sequence[Chunk], run: Run) -> float:
 
 def _not_offloaded(own: Sequence[Chunk], saved: int, stage: int, run: Run) -> int:
     """Return what a later stage keeps, so that all have as much on the host; no more than it would have there."""
+    if not run.offload_modules:
+        return 0
     kept = sum(chunk.kept_bytes for chunk in own)
     away = sum(chunk.offloaded_bytes for chunk in own)
     return round(min(stage * run.offload_delta_bytes, saved / kept * away)) if away and kept else 0

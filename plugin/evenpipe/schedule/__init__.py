@@ -57,7 +57,7 @@ from evenpipe.schedule.passes import (
 from evenpipe.schedule.schedule import Schedule, format_grid, torch_csv
 from evenpipe.schedule.spec import Drawing, Need, Size, Spec
 from evenpipe.schedule.stream import Stream
-from evenpipe.schedule.table import Column
+from evenpipe.schedule.table import Column, by_kind
 from evenpipe.schedule.topology import Gathering, Link, Message, Place, Places, links, loop, partner, vee
 from evenpipe.schedule.verify import reordered, verify
 from evenpipe.schedule.wiring import Wiring
@@ -115,6 +115,7 @@ __all__ = [
     "balance",
     "batch_of",
     "build",
+    "by_kind",
     "check_offers",
     "choose",
     "find",

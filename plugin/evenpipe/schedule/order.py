@@ -116,13 +116,11 @@ def walk(
     count, stages = len(table.kind), len(schedule.actions)
     last = table.first[1:]
     # One row more, for whoever is through: it awaits nothing, and is over.
-    before = np.full((count + 1, len(awaited)), count, np.int32)
-    for column, actions in enumerate(awaited):
-        before[:-1, column] = np.where(actions >= 0, actions, count)
+    before = [np.append(np.where(of >= 0, of, count), count) for of in awaited if (of >= 0).any() or of is awaited[0]]
     delay = np.zeros(count + 1, np.int64)
     delay[:-1] = later
     stage_of = np.append(table.stage, 0)
-    mate = np.append(np.arange(count) if mates is None else mates, count)
+    mate = None if mates is None else np.append(mates, count)
     batches = _Batches(schedule) if table.of_batch.any() else None
     ends, places = np.zeros((2, count + 1), np.int64)
     over = np.zeros(count + 1, bool)
@@ -130,29 +128,38 @@ def walk(
     at = table.first[:-1].copy()
     now, place = np.zeros((2, stages), np.int64)
     while True:
-        able = (at < last) & over[before[at]].all(axis=1)
+        able = at < last
+        for of in before:
+            able &= over[of[at]]
         if batches is not None:
             able &= batches.may(at)
-        partner = stage_of[mate[at]]
-        able &= at[partner] == mate[at]
-        able &= able[partner]
+        if mate is not None:
+            partner = stage_of[mate[at]]
+            able &= at[partner] == mate[at]
+            able &= able[partner]
         going = np.flatnonzero(able)
         if not len(going):
             break
         actions = at[going]
-        waited = before[actions]
-        there = ends[waited]
-        there[:, 0] += delay[actions]
-        starts = np.maximum(now[going], there.max(axis=1))
-        placed = np.maximum(place[going], places[waited].max(axis=1))
+        waited = before[0][actions]
+        starts = np.maximum(now[going], ends[waited] + delay[actions])
+        placed = np.maximum(place[going], places[waited])
+        for of in before[1:]:
+            waited = of[actions]
+            starts, placed = np.maximum(starts, ends[waited]), np.maximum(placed, places[waited])
         if batches is not None:
             starts, placed = batches.after(actions, starts, placed)
-        others = mate[actions]
-        ends[actions] = starts + ticks[actions]
-        now[going] = np.where(others == actions, ends[actions], now[going])  # a transfer waits by itself
-        ends[actions] = np.maximum(ends[actions], ends[others])
-        place[going] = np.maximum(placed + 1, now[going])
-        place[going] = np.maximum(place[going], place[stage_of[others]])
+        ended = starts + ticks[actions]
+        if mate is None:
+            ends[actions] = now[going] = ended
+            place[going] = np.maximum(placed + 1, ended)
+        else:
+            ends[actions] = ended
+            others = mate[actions]
+            now[going] = np.where(others == actions, ended, now[going])  # a transfer waits by itself
+            ends[actions] = np.maximum(ended, ends[others])
+            place[going] = np.maximum(placed + 1, now[going])
+            place[going] = np.maximum(place[going], place[stage_of[others]])
         places[actions] = place[going]
         over[actions] = True
         at[going] += 1
@@ -260,7 +267,7 @@ class Order:
         computed_from = np.where(wiring.computes, wiring.senders, -1)
         partners = np.where(table.which(lambda row: row.sends), wiring.gives, wiring.senders)
         traded = table.which(lambda row: row.sends != row.receives) & (partners >= 0)
-        mates = np.where(traded, partners, np.arange(len(partners)))
+        mates = np.where(traded, partners, np.arange(len(partners))) if traded.any() else None
         awaited = [computed_from, wiring.after, wiring.departed]
         return walk(wiring.schedule, ticks, awaited, self._message * wiring.remote, mates)
 

@@ -191,12 +191,19 @@ class Wiring:
         rows = table.of(stage)
         actions = np.arange(rows.start, rows.stop)
         staying = actions[_STAYING[table.kind[rows]] > 0]
-        left: list[int] = staying[~np.isin(staying, self.after[rows])].tolist()
+        left: list[int] = staying[~self._seen[0][staying]].tolist()
         sent = actions[self.computes[rows] & self._remote(self._sends[rows])]
-        links, unsettled = self._ports.link[self._sends[sent]], ~np.isin(sent, self.settles[rows])
+        links, unsettled = self._ports.link[self._sends[sent]], ~self._seen[1][sent]
         for link in dict.fromkeys(links.tolist()):
             left += sent[unsettled & (links == link)].tolist()
         return self.starts[np.array(left, np.int64)]
+
+    @cached_property
+    def _seen(self) -> tuple[Column, Column]:
+        """Per action, whether another of its stage waits for its transfer, and for its result."""
+        seen = np.zeros((2, len(self._sends) + 1), bool)  # the last row is that of none, -1
+        seen[0, self.after], seen[1, self.settles] = True, True
+        return seen[0], seen[1]
 
     def messages(self, numbers: Column) -> list[Message | None]:
         """Return the messages of these numbers; None for -1. The chunk is the receiver's."""

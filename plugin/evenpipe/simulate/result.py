@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -66,45 +65,35 @@ class UnitChange(IntEnum):
 class MemoryCurve:
     """A stage's memory in order of time, a column for each field; ``bytes`` is None when no sizes are given.
 
-    ``unit_bytes[s][c]`` is what a unit of chunk c weighs that belongs to stage s, and ``left_bytes[s][c]`` what it
-    weighs from the end of its input gradient on; as much, if not given.
+    ``at_ms``, ``changes``, ``owners``, ``chunks``: of each change of a unit, in order of time: when, how, the stage
+    that the unit belongs to, and its chunk. ``unit_bytes[s][c]`` is what a unit of chunk c weighs that belongs to stage
+    s, and ``left_bytes[s][c]`` what it weighs from the end of its input gradient on; as much, if not given.
     """
 
     def __init__(
-        self, unit_bytes: Sequence[Sequence[int]] | None, left_bytes: Sequence[Sequence[int]] | None = None
+        self,
+        at_ms: Column,
+        changes: Column,
+        owners: Column,
+        chunks: Column,
+        unit_bytes: Sequence[Sequence[int]] | None,
+        left_bytes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._changed_ms, self._changes, self._unit = array("d"), array("i"), array("i")
-        self._chunks = len(unit_bytes[0]) if unit_bytes else 1
+        self.at_ms, self._changes, self._owners, self._chunks = at_ms, changes, owners, chunks
         self._unit_bytes = unit_bytes
         self._left_bytes = unit_bytes if left_bytes is None else left_bytes
 
-    def change(self, change: UnitChange, owner: int, chunk: int, at_ms: float) -> None:
-        """A unit of stage ``owner`` changes. All changes come before the curve is read."""
-        self._changed_ms.append(at_ms)
-        self._changes.append(change)
-        self._unit.append(owner * self._chunks + chunk)
-
-    @cached_property
-    def _in_time(self) -> Column:
-        """A transfer that waits by itself may start after compute that comes behind it."""
-        return np.argsort(self._changed_ms, kind="stable")
-
-    @cached_property
-    def at_ms(self) -> Column:
-        return np.sort(self._changed_ms)
-
     @cached_property
     def live(self) -> Column:
-        return np.cumsum(_LIVE[np.array(self._changes)[self._in_time]])
+        return np.cumsum(_LIVE[self._changes])
 
     @cached_property
-    def bytes(self) -> Sequence[int] | None:
+    def bytes(self) -> Column | None:
         if self._unit_bytes is None or self._left_bytes is None:
             return None
-        saved, left = np.ravel(self._unit_bytes), np.ravel(self._left_bytes)
+        saved, left = np.array(self._unit_bytes), np.array(self._left_bytes)
         by = np.stack([saved, -saved, left - saved, -left])  # as `UnitChange` counts
-        held: list[int] = np.cumsum(by[self._changes, self._unit][self._in_time]).tolist()
-        return held
+        return np.cumsum(by[self._changes, self._owners, self._chunks])
 
     @property
     def points(self) -> Sequence[MemoryPoint]:
@@ -112,7 +101,7 @@ class MemoryCurve:
         return Lazy(len(self._changes), self._point)
 
     def _point(self, at: int) -> MemoryPoint:
-        return MemoryPoint(float(self.at_ms[at]), int(self.live[at]), 0 if self.bytes is None else self.bytes[at])
+        return MemoryPoint(float(self.at_ms[at]), int(self.live[at]), 0 if self.bytes is None else int(self.bytes[at]))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from dataclasses import dataclass
 from functools import reduce
 from itertools import count, islice
-from operator import add
 from typing import Any, Final
 
 import numpy as np
@@ -31,6 +30,7 @@ from evenpipe.schedule import (
     Lazy,
     Program,
     awaited_swaps,
+    by_kind,
     without_cycle_collector,
 )
 from evenpipe.simulate.costs import Costs, SimulationError, Wire, costs_of_chunks
@@ -42,9 +42,10 @@ __all__ = ["ManyCosts", "Network", "simulate"]
 Time = Any
 Times = NDArray[np.float64]
 
-_COMES, _GOES = UnitChange.COMES, UnitChange.GOES
-_COMING = frozenset(letter for letter, row in KINDS.items() if row.held > 0)
-_AT_END = {BACKWARD: _GOES, INPUT_GRADIENT: UnitChange.HALVES, WEIGHT_GRADIENT: UnitChange.ENDS}
+#: Of each kind, whether a unit comes with its start; and the change with its end, where that is not 0.
+_COMES = by_kind(lambda row: row.held > 0)
+_ENDS = {BACKWARD: UnitChange.GOES, INPUT_GRADIENT: UnitChange.HALVES, WEIGHT_GRADIENT: UnitChange.ENDS}
+_AT_END = by_kind(lambda row: _ENDS.get(row.letter, 0))
 _TRANSFERS = frozenset(letter for letter, row in KINDS.items() if row.link is not None)
 #: What a stage waits for under synchronous transfers: the evictor's ends.
 _OF_PAIRS = frozenset(letter for letter in _TRANSFERS if KINDS[letter].held and not KINDS[letter].guest)
@@ -84,20 +85,14 @@ def simulate(
     synchronous = _OF_PAIRS if costs.synchronous_transfers else frozenset()
     clocks = [
         _StageClock(
-            program,
-            stage,
-            costs.of(stage, chunks),
-            network,
-            MemoryCurve(unit_bytes, left_bytes),
-            synchronous,
-            costs.awaited_swaps,
+            *(program, stage, costs.of(stage, chunks), network, synchronous), lambda: array("d"), costs.awaited_swaps
         )
         for stage in range(stages)
     ]
     makespan_ms = _makespan(clocks, network)
     if not math.isfinite(makespan_ms):
         raise SimulationError("the times add up to more than a number can hold: give shorter ones")
-    results = tuple(clock.result(makespan_ms) for clock in clocks)
+    results = tuple(clock.result(makespan_ms, unit_bytes, left_bytes) for clock in clocks)
     bubble_fraction = sum(result.idle_ms for result in results) / (makespan_ms * stages) if makespan_ms else 0.0
     return Simulation(
         makespan_ms,
@@ -183,26 +178,25 @@ class Network:
 
     def issue(self, message: int, at_ms: Time) -> None:
         """The source issues the send, or the target posts the receive."""
-        self.met[message] += 1
-        if self.met[message] == 1:
-            self.start_ms[message] = at_ms
+        if not self.met[message]:
+            self.met[message], self.start_ms[message] = 1, at_ms
             return
         link, later = self._link_of[message], self.later
         wire = self._wires[link]
         start_ms = later(self._free_ms[link], later(at_ms, self.start_ms[message]))
-        self.start_ms[message] = start_ms
         self._free_ms[link] = free_ms = start_ms + wire.transmit_ms
         end_ms = free_ms + wire.latency_ms
+        self.met[message], self.start_ms[message] = 2, start_ms
         self.end_ms[message] = max(start_ms, end_ms - wire.beside_ms) if wire.beside_ms else end_ms
         if message in self.waiting:
             self.woken.extend(self.waiting.pop(message))
 
 
 class _StageClock:
-    """The time of one stage, which computes, starts transfers, and waits where it must; and its ``memory``, if asked.
+    """The time of one stage, which computes, starts transfers, and waits where it must.
 
     ``takes_ms``: per model chunk, what each kind of compute takes. ``synchronous``: transfers that the stage waits for
-    before it goes on. ``awaits_swaps``: as in `Costs`.
+    before it goes on. ``awaits_swaps``: as in `Costs`. ``starts_ms``: of each action; ``gone_ms``: when each unit that departs is known to be gone.
     """
 
     def __init__(
@@ -211,15 +205,13 @@ class _StageClock:
         stage: int,
         takes_ms: Sequence[Mapping[Cost, Time]],
         network: Network,
-        memory: MemoryCurve | None = None,
         synchronous: Collection[Kind] = (),
+        times: Callable[[], MutableSequence[Time]] = list,
         awaits_swaps: bool = False,
     ) -> None:
         wiring = program.wiring
         self.stage = stage
         self.now_ms: Time = 0.0
-        self.memory = MemoryCurve(None) if memory is None else memory
-        self._change = _nothing if memory is None else memory.change
         self._wiring = wiring
         self._order = program.order
         self._rows = rows = wiring.schedule.table.of(stage)
@@ -230,15 +222,15 @@ class _StageClock:
         self._takes_ms = {letter: [of_chunk[cost] for of_chunk in takes_ms] for letter, cost in costs.items()}
         self._synchronous = synchronous
         self._network = network
-        self.starts_ms: MutableSequence[Time] = [] if memory is None else array("d")
+        self.starts_ms, self.gone_ms = times(), times()
 
     def walk(self) -> Iterator[int]:
         """Go to the end; yield a message to wait until it has met."""
         wiring, rows, stage, network = self._wiring, self._rows, self.stage, self._network
-        issue, met, end_ms, later, change = network.issue, network.met, network.end_ms, network.later, self._change
-        started, takes_ms, awaited = self.starts_ms.append, self._takes_ms, self._awaited
+        issue, met, end_ms, later = network.issue, network.met, network.end_ms, network.later
+        started, gone, takes_ms, awaited = self.starts_ms.append, self.gone_ms.append, self._takes_ms, self._awaited
         posts = zip(*map(_numbers, self._order.posts(stage)), strict=True)
-        leaving = zip(*map(_numbers, wiring.leaving(stage)), strict=True)
+        leaving = iter(_numbers(wiring.leaving(stage)[0]))
         posted, received = next(posts, _NO_POST)
         now_ms: Time = 0.0
         columns = map(_numbers, (*wiring.waits(stage), wiring.moves[rows]))
@@ -247,74 +239,116 @@ class _StageClock:
                 issue(received, now_ms)
                 posted, received = next(posts, _NO_POST)
             free_ms = now_ms
-            for message, owner, chunk in islice(leaving, departing):
-                if met[message] < 2:
-                    yield message
-                free_ms = later(free_ms, end_ms[message])
-                change(_GOES, owner, chunk, free_ms)
-            kind, _, chunk, evictor = action
-            for message in awaited.get(number, ()):  # its both ends were issued by this stage
-                now_ms, free_ms = later(now_ms, end_ms[message]), later(free_ms, end_ms[message])
-            if kind not in _TRANSFERS:  # a transfer waits by itself
-                now_ms = free_ms
-            for message in (loaded, taken, settled):
-                if message >= 0:
+            if departing:
+                for message in islice(leaving, departing):
                     if met[message] < 2:
                         yield message
-                    now_ms = later(now_ms, end_ms[message])
+                    free_ms = later(free_ms, end_ms[message])
+                    gone(free_ms)
+            for message in awaited.get(number, ()):  # its both ends were issued by this stage
+                now_ms, free_ms = later(now_ms, end_ms[message]), later(free_ms, end_ms[message])
+            kind, _, chunk, _ = action
+            of_kind = takes_ms.get(kind)
+            if of_kind is not None or kind not in _TRANSFERS:  # a transfer waits by itself
+                now_ms = free_ms
+            if loaded >= 0:
+                if met[loaded] < 2:
+                    yield loaded
+                now_ms = later(now_ms, end_ms[loaded])
+            if taken >= 0:
+                if met[taken] < 2:
+                    yield taken
+                now_ms = later(now_ms, end_ms[taken])
+            if settled >= 0:
+                if met[settled] < 2:
+                    yield settled
+                now_ms = later(now_ms, end_ms[settled])
+            if of_kind is not None:
+                started(now_ms)
+                now_ms = now_ms + of_kind[chunk]
+                if moved >= 0:
+                    issue(moved, now_ms)
+                continue
             free_ms = later(now_ms, free_ms) if departing else now_ms
             started(free_ms)
-            if kind in _COMING:
-                change(_COMES, stage if evictor < 0 else evictor, chunk, free_ms)
-            if kind in takes_ms:
-                now_ms = now_ms + takes_ms[kind][chunk]
-                if kind in _AT_END:
-                    change(_AT_END[kind], stage, chunk, now_ms)
             if moved >= 0:
-                issue(moved, now_ms if kind in takes_ms else free_ms)
+                issue(moved, free_ms)
                 if kind in OWN_ENDS:
                     issue(moved, free_ms)
                 if kind in self._synchronous:
                     if met[moved] < 2:
                         yield moved
                     now_ms = later(now_ms, end_ms[moved])
-        for message, owner, chunk in leaving:
+        for message in leaving:
             if met[message] < 2:
                 yield message
             now_ms = later(now_ms, end_ms[message])
-            change(_GOES, owner, chunk, now_ms)
+            gone(now_ms)
         for message in wiring.left_over(stage).tolist():
             if met[message] < 2:
                 yield message
             now_ms = later(now_ms, end_ms[message])
         self.now_ms = now_ms
 
-    def result(self, makespan_ms: float) -> StageResult:
+    def result(
+        self,
+        makespan_ms: float,
+        unit_bytes: Sequence[Sequence[int]] | None,
+        left_bytes: Sequence[Sequence[int]] | None,
+    ) -> StageResult:
         """Return what the stage did and held; only after the walk."""
+        takes_ms = self._each_takes_ms()
         # Added up in order, not by `sum`, whose rounding depends on Python's version.
-        takes_ms = self._takes_ms
-        computed = (takes_ms[action.kind][action.chunk] for action in self._actions if action.kind in takes_ms)
-        busy_ms = reduce(add, computed, 0.0)
+        busy_ms = float(np.cumsum(takes_ms)[-1]) if len(takes_ms) else 0.0
+        memory = MemoryCurve(*self._changes(takes_ms), unit_bytes, left_bytes)
         return StageResult(
             busy_ms=busy_ms,
             idle_ms=max(0.0, makespan_ms - busy_ms),  # sums of the same times may round differently
-            peak_live=int(self.memory.live.max(initial=0)),
-            peak_bytes=max(self.memory.bytes or (), default=0),
-            memory=self.memory.points,
+            peak_live=int(memory.live.max(initial=0)),
+            peak_bytes=0 if memory.bytes is None else int(memory.bytes.max(initial=0)),
+            memory=memory.points,
         )
+
+    def _each_takes_ms(self) -> Times:
+        """Return what each action computes."""
+        table = self._wiring.schedule.table
+        by = np.zeros((128, len(self._takes_ms[BACKWARD])))
+        for letter, of_chunks in self._takes_ms.items():
+            by[ord(letter)] = of_chunks
+        each: Times = by[table.kind[self._rows], table.chunk[self._rows]]
+        return each
+
+    def _changes(self, takes_ms: Times) -> tuple[Times, Column, Column, Column]:
+        """Return when units change, how, whose they are, and their chunks; in order of time.
+
+        Of changes at one time those come first that the stage waits for before an action, then the action's own.
+        """
+        wiring, starts_ms = self._wiring, np.asarray(self.starts_ms)
+        table, actions = wiring.schedule.table, np.arange(len(starts_ms))
+        kind, chunk, evictor = (of[self._rows] for of in (table.kind, table.chunk, table.evictor))
+        _, leaving, of_leaving = wiring.leaving(self.stage)
+        waited = np.repeat(actions, wiring.waits(self.stage)[0])
+        waited = np.append(waited, np.full(len(leaving) - len(waited), len(actions)))
+        comes, ends = np.flatnonzero(_COMES[kind]), np.flatnonzero(_AT_END[kind])
+        at_ms = np.concatenate([self.gone_ms, starts_ms[comes], starts_ms[ends] + takes_ms[ends]])
+        order = np.lexsort((np.concatenate([3 * waited, 3 * comes + 1, 3 * ends + 2]), at_ms))
+        goes, come = np.full(len(leaving), UnitChange.GOES), np.full(len(comes), UnitChange.COMES)
+        changes = np.concatenate([goes, come, _AT_END[kind[ends]]])
+        own = np.where(evictor < 0, self.stage, evictor)
+        owners = np.concatenate([leaving, own[comes], own[ends]])
+        chunks = np.concatenate([of_leaving, chunk[comes], chunk[ends]])
+        return at_ms[order], changes[order], owners[order], chunks[order]
 
     def spans(self) -> tuple[Span, ...]:
         """When each action was, in the order of the schedule; only after the walk."""
         sent = self._network.start_ms, self._network.end_ms
         moves = _numbers(self._wiring.moves[self._rows])
-        takes_ms = self._takes_ms
+        each = zip(self._actions, self.starts_ms, self._each_takes_ms().tolist(), moves, strict=True)
         return tuple(
             Span(action, sent[0][moved], sent[1][moved])
             if action.kind in _TRANSFERS
-            else Span(
-                action, start_ms, start_ms + (takes_ms[action.kind][action.chunk] if action.kind in takes_ms else 0)
-            )
-            for action, start_ms, moved in zip(self._actions, self.starts_ms, moves, strict=True)
+            else Span(action, start_ms, start_ms + takes_ms)
+            for action, start_ms, takes_ms, moved in each
         )
 
 
@@ -323,7 +357,3 @@ def _numbers(column: Column) -> array[int]:
     numbers = array("i")
     numbers.frombytes(column.astype("i").tobytes())
     return numbers
-
-
-def _nothing(change: UnitChange, owner: int, chunk: int, at_ms: Time) -> None:
-    """Keep no account of memory."""

@@ -14,6 +14,7 @@ from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.bounds import Divided, least_bytes, least_end_ms, least_ms, unlike
 from evenpipe.planner.search.candidates import Way, ways
 from evenpipe.planner.search.search import EQUAL, Planned
+from evenpipe.planner.stage_bytes import stage_states
 from evenpipe.schedule import ScheduleError
 
 __all__ = ["Weighing"]
@@ -91,10 +92,11 @@ class Weighing:
         parts = profile.parts(run.stages, run.chunks, run.layout)
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
         message, device = message_bytes_of(self.model, run), self.cluster.device
-        nbytes = max(
-            least_bytes(parts, way.where, stage, way.live[stage], 2 if stream else 1, run, message, device)
-            for stage in unlike(parts, way.where)
-        )
+        nbytes = 0
+        for stage in unlike(parts, way.where):
+            own = [parts[n].chunk for n in way.where.at[stage]]
+            held = stage_states(own, run, 2 if stream else 1, device.transposing)
+            nbytes = max(nbytes, least_bytes(own, held, way.live[stage], split, run, message, device))
         if nbytes > self.have:
             return 0.0, nbytes
         kernels = Kernels(run, self.cluster, FITTED)

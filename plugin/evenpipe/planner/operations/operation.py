@@ -19,6 +19,7 @@ __all__ = [
     "Moved",
     "Operation",
     "Parameters",
+    "Pass",
     "Shard",
     "Split",
     "Work",
@@ -116,10 +117,15 @@ class Parameters(NamedTuple):
         return Parameters(self.adapters, narrow=self.adapters, adapters=self.adapters)
 
     def times(self, count: float) -> Parameters:
-        return Parameters(*(count * own for own in self))
+        shared, expert, narrow, adapters = self
+        return Parameters(count * shared, count * expert, count * narrow, count * adapters)
 
 
-@dataclass(frozen=True)
+#: Fields of an operation that have works.
+Pass = Literal["forward", "backward", "weight_gradient"]
+
+
+@dataclass(frozen=True, eq=False)
 class Operation:
     """Works of one GPU. ``name``: a module of Megatron's, behind a dot one of its operations.
 
@@ -151,7 +157,11 @@ class Operation:
 
 def summed(parameters: Iterable[Parameters]) -> Parameters:
     """All of them together."""
-    return Parameters(*map(sum, zip(Parameters(), *parameters, strict=True)))
+    shared, expert, narrow, adapters = Parameters()
+    for one in parameters:
+        shared, expert = shared + one.shared, expert + one.expert
+        narrow, adapters = narrow + one.narrow, adapters + one.adapters
+    return Parameters(shared, expert, narrow, adapters)
 
 
 def total(operations: Iterable[Operation]) -> Parameters:

@@ -10,10 +10,10 @@ from typing import Final, Literal, NamedTuple
 
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.operations.layer import attention, attention_mask_bytes, experts, mlp
-from evenpipe.planner.operations.operation import Collective, Moved, Operation, Parameters, Shard
+from evenpipe.planner.operations.operation import Collective, Moved, Operation, Parameters, Shard, total
 from evenpipe.planner.run import OffloadModule, Run
 
-__all__ = ["Block", "Blocks", "Part", "parts_of"]
+__all__ = ["Block", "Blocks", "Part", "Recomputed", "parts_of"]
 
 Block = Literal[
     "embedding",
@@ -98,6 +98,20 @@ class Blocks:
             found |= {"expert layer": attended + last, "kept expert layer": attended + last}
         return found | {"further token": [*joined(shard), *attended, *last, shard.norm("final_norm")]}
 
+    @cached_property
+    def parameters(self) -> Mapping[Block, Parameters]:
+        """The parameters that one GPU has of each block."""
+        if self._like is not None:
+            return self._like.parameters
+        return {block: total(operations) for block, operations in self.operations.items()}
+
+    @cached_property
+    def left_bytes(self) -> Mapping[Block, float]:
+        """Bytes that the input gradient of each block leaves for its weight gradient, recomputed or not."""
+        if self._like is not None:
+            return self._like.left_bytes
+        return {block: sum(one.left_bytes(self.run) for one in ones) for block, ones in self.operations.items()}
+
     def attention_mask_bytes(self, part: Part) -> float:
         """Return what all layers of the part together keep of a micro-batch's mask."""
         return attention_mask_bytes(self._shard) if any(kind in _WITH_ATTENTION for kind in part) else 0
@@ -122,10 +136,6 @@ class Blocks:
         names = {name for module in run.offload_modules for name in _INPUTS[module]}
         kept = (one for one in self.operations[block] if one.name in names and one.source not in run.again)
         return run.offload_fraction * sum(one.saved_bytes for one in kept)
-
-    def left_bytes(self, block: Block) -> float:
-        """Return what the input gradient of the block leaves for its weight gradient, recomputed or not."""
-        return sum(one.left_bytes(self.run) for one in self.operations[block])
 
 
 class Recomputed(NamedTuple):

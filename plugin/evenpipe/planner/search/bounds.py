@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, cached_property
 from typing import Final, NamedTuple
 
@@ -15,8 +14,8 @@ from evenpipe.planner.kernels import FITTED, Kernels
 from evenpipe.planner.operations.operation import Parameters, summed
 from evenpipe.planner.operations.parts import Block, Blocks, Part, parts_of
 from evenpipe.planner.run import Run
-from evenpipe.planner.stage_bytes import Chunk, chunks_of, stage_bytes
-from evenpipe.schedule import KINDS, Places, Size, Spec, loop
+from evenpipe.planner.stage_bytes import Chunk, States, bytes_of_stage, chunks_of, stage_states
+from evenpipe.schedule import KINDS, Size, Spec
 from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 
 __all__ = [
@@ -143,21 +142,28 @@ class Divided:
     """Profiles of one model on one cluster, made when first asked for."""
 
     def __init__(self, model: Model, cluster: Cluster) -> None:
-        self._model = model
+        self._model, self._cluster = model, cluster
         self._profiles: dict[Run, Profile] = {}
         self._parts = cache(self._parts_of)
-        self._kernels = cache(lambda run: Kernels(run, cluster, FITTED))
+        self._alike: dict[object, Kernels] = {}
+        self._kernels = cache(self._kernels_of)
         self._blocks = cache(lambda run: Blocks(model, run))
 
     def of(self, run: Run) -> Profile:
         """A block does not know of stages and replicas: those that share out experts are counted by ``expert``."""
-        key = replace(run, global_batch=1, data=1, stages=1, chunks=1, layout=None, placement="replicas")
+        key = run.but(global_batch=1, data=1, stages=1, chunks=1, layout=None, placement="replicas")
         if key not in self._profiles:
             # What is recomputed takes as long as before.
-            bare = replace(key, recompute="none", recomputed_modules=Run.recomputed_modules)
+            bare = key.but(recompute="none", recomputed_modules=Run.recomputed_modules)
             blocks = Blocks(self._model, key, self._blocks(bare))
             self._profiles[key] = Profile(self._model, blocks, self._kernels(bare), self._parts)
         return self._profiles[key]
+
+    def _kernels_of(self, run: Run) -> Kernels:
+        like = run.precision, run.quantized, run.graphs
+        kernels = Kernels(run, self._cluster, FITTED, self._alike.get(like))
+        self._alike[like] = kernels
+        return kernels
 
     def _parts_of(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> Sequence[_Counts]:
         run = Run(global_batch=1, stages=stages, chunks=chunks, layout=layout)
@@ -333,27 +339,17 @@ def _counted(spec: Spec, size: Size) -> Sequence[int]:
 
 
 def least_bytes(
-    parts: Sequence[PartCost],
-    where: Positions,
-    stage: int,
-    live: int,
-    versions: int,
-    run: Run,
-    message_bytes: float,
-    device: Device,
+    own: Sequence[Chunk], held: States, live: int, split: bool, run: Run, message_bytes: float, device: Device
 ) -> int:
     """Return a lower bound of the bytes of a stage with ``live`` units live, each at its least in the smallest chunk.
 
-    Guests weigh more or less than own units; the bound assumes that they displace nothing, and leaves them out. A
-    stage's bytes grow with what it has saved.
+    ``held``: what stays on it (`stage_states`). ``split``: backwards are. Guests weigh more or less than own units; the
+    bound assumes that they displace nothing, and leaves them out. A stage's bytes grow with what it has saved.
     """
-    own = [parts[n].chunk for n in where.at[stage]]
     each = [chunk.kept_bytes for chunk in own]
-    if "split" in run.spec.needs:
+    if split:
         each += [chunk.left_bytes for chunk in own]
-    saved = round(live * min(each))
-    [held] = stage_bytes(own, [saved], _alone(len(own)), versions, run, message_bytes, device)
-    return held.total
+    return bytes_of_stage(own, held, round(live * min(each)), run, message_bytes, device).total
 
 
 def unlike(parts: Sequence[PartCost], where: Positions) -> Sequence[int]:
@@ -374,13 +370,8 @@ def least_bytes_of_any_layout(whole: Chunk, run: Run, device: Device) -> int:
     the mean of all stages: that, and their weights, gradients and optimizer state. No layout has less on its fullest.
     """
     mean = Chunk(Parameters(*(count / run.stages for count in whole.parameters)), 0.0, 0.0, 0.0)
-    [held] = stage_bytes([mean], [int(whole.kept_bytes / run.stages)], _alone(1), 1, run, 0.0, device)
-    return held.total
-
-
-@cache
-def _alone(chunks: int) -> Places:
-    return loop(1, chunks)
+    held = stage_states([mean], run, 1, device.transposing)
+    return bytes_of_stage([mean], held, int(whole.kept_bytes / run.stages), run, 0.0, device).total
 
 
 def least_end_ms(parts: Sequence[PartCost], where: Positions, run: Run, kernels: Kernels) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import count, product
 from typing import Final, Literal, NamedTuple
@@ -12,7 +11,7 @@ from evenpipe.planner.descriptions import Model
 from evenpipe.planner.estimate import Positions, positions_of
 from evenpipe.planner.iteration import HandOver, hand_over, message_bytes_of
 from evenpipe.planner.kernels import FITTED, Kernels
-from evenpipe.planner.run import Placement, Run
+from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Placement, Run
 from evenpipe.planner.search.bounds import (
     Divided,
     Edges,
@@ -27,6 +26,7 @@ from evenpipe.planner.search.bounds import (
     unlike,
 )
 from evenpipe.planner.search.question import Question
+from evenpipe.planner.stage_bytes import Chunk, States, stage_states
 from evenpipe.schedule import Places, ScheduleError, Size, Spec, find
 
 __all__ = [
@@ -131,8 +131,7 @@ def groups(question: Question) -> Iterator[Group]:
                 continue
             for (e, ways), scope in product(question.experts(d * c, t), question.scopes):
                 for b in question.micro_batches(samples):
-                    run = replace(
-                        base,
+                    run = base.but(
                         stages=p,
                         data=d,
                         context=c,
@@ -157,13 +156,13 @@ def _shapes(question: Question, group: Group) -> Iterator[Shape]:
     layers, uneven = question.model.layers, question.engine.uneven
     chunks = [v for v in _chunks(question.model, run.stages) if uneven or layers % (run.stages * v) == 0]
     if least > question.cluster.device.memory_gib * 2**30:
-        yield from (Shape(replace(run, chunks=v), profile, least) for v in chunks[:2])
+        yield from (Shape(run.but(chunks=v), profile, least) for v in chunks[:2])
         return
     for v in chunks:
         parts = run.stages * v
         layouts = [True] * (layers % parts == 0) + [False] * (uneven and parts > 1)
         for even, placement in product(layouts, _placements(question, run)):
-            yield Shape(replace(run, chunks=v, placement=placement), profile, least, even)
+            yield Shape(run.but(chunks=v, placement=placement), profile, least, even)
 
 
 def kinds_of(question: Question, run: Run) -> Iterator[Family]:
@@ -291,7 +290,9 @@ class _Shared:
         self._unlike: dict[int, Sequence[int]] = {}
         self._ends: dict[tuple[int, bool, bool | None], float] = {}
         self._over: dict[tuple[bool, bool], HandOver] = {}
-        self._kernels = cache(lambda bpipe: Kernels(replace(shape.run, bpipe=bpipe), question.cluster, FITTED))
+        self._held: dict[tuple[int, int, bool], tuple[list[Chunk], States]] = {}
+        self._transposing = question.cluster.device.transposing
+        self._kernels = cache(lambda bpipe: Kernels(shape.run.but(bpipe=bpipe), question.cluster, FITTED))
 
     def laid_out(self, where: Positions) -> tuple[tuple[int, ...] | None, Sequence[PartCost]]:
         """Return the layout, None where it is even, and its parts."""
@@ -305,6 +306,15 @@ class _Shared:
         if id(where) not in self._unlike:
             self._unlike[id(where)] = unlike(self.laid_out(where)[1], where)
         return self._unlike[id(where)]
+
+    def held(self, where: Positions, stage: int, stream: bool) -> tuple[list[Chunk], States]:
+        """Return the chunks of a stage, and what stays on it; without a flush it has two versions of the weights."""
+        key = id(where), stage, stream
+        if key not in self._held:
+            parts = self.laid_out(where)[1]
+            own = [parts[n].chunk for n in where.at[stage]]
+            self._held[key] = own, stage_states(own, self._shape.run, 2 if stream else 1, self._transposing)
+        return self._held[key]
 
     def end_ms(self, where: Positions, tried: Run) -> float:
         key = id(where), tried.bpipe, tried.overlap_parameters
@@ -335,8 +345,7 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
         layout, parts = same.laid_out(way.where) if shape.nbytes <= have else (None, [])
         if not shape.even and parts and len(set(layout or ())) < 2:  # which is even
             continue
-        tried = replace(
-            run,
+        tried = run.but(
             layout=layout,
             schedule=way.spec.name,
             bpipe=way.bpipe,
@@ -346,15 +355,15 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
         nbytes = shape.nbytes
         for stage in same.unlike(way.where) if parts else ():
             if nbytes <= have:
-                versions, live = 2 if stream else 1, way.live[stage]
-                least = least_bytes(parts, way.where, stage, live, versions, tried, message_bytes, device)
+                held = same.held(way.where, stage, stream)
+                least = least_bytes(*held, way.live[stage], split, tried, message_bytes, device)
                 nbytes = max(nbytes, least)
         ms = 0.0
         if nbytes <= have:
             over = same.hand_over(tried)
             ms = least_ms(parts, way.where, tried, over, split, stream, way.edges) + same.end_ms(way.where, tried)
         yield Candidate(
-            ms / run.global_batch * tried.iterations,
+            ms / run.global_batch * (ITERATIONS_WITH_LATE_GRADIENTS if stream else 1.0),
             (way.bpipe, run.stages * run.chunks, way.size.group_size, group, number),
             nbytes,
             tried,
