@@ -46,10 +46,10 @@ CASES = [
     ),
     (
         {"schedule": "kfkb", "memory_gib": 0.5},
-        "--memory-gib 0.5: only --group-size auto and --evenpipe-schedule searched make use of it: use one of them, or "
-        "leave --memory-gib out",
-        'evenpipe.memory_gib: 0.5: only "group_size": "auto" and "schedule": "searched" make use of it: use one of '
-        "them, or leave memory_gib out",
+        "--memory-gib 0.5: only --group-size auto, --evenpipe-schedule searched and --evenpipe-schedule auto make use "
+        "of it: use one of them, or leave --memory-gib out",
+        'evenpipe.memory_gib: 0.5: only "group_size": "auto", "schedule": "searched" and "schedule": "auto" make use '
+        "of it: use one of them, or leave memory_gib out",
     ),
     (
         {"schedule": "1f1b", "one_version": True},
@@ -70,6 +70,11 @@ CASES = [
         "--pair-adjacent: only --bpipe exchanges anything within a pair: add that, or leave --pair-adjacent out",
         'evenpipe.pair_adjacent: true: only "bpipe": true exchanges anything within a pair: add that, or leave '
         "pair_adjacent out",
+    ),
+    (
+        {"schedule": "auto", "bpipe": True},
+        "--bpipe: --evenpipe-schedule auto chooses it where it is faster than what else fits: leave --bpipe out",
+        'evenpipe.bpipe: true: "schedule": "auto" chooses it where it is faster than what else fits: leave bpipe out',
     ),
     (
         {"schedule": "gpipe", "bpipe": True},
@@ -107,6 +112,11 @@ def test_a_line_names_the_setting_the_fault_and_the_remedy_as_flags_or_as_keys(g
     config = EvenPipeConfig.of(**given)
     assert contradiction_in(config, FLAGS, CONTRADICTIONS) == flags
     assert contradiction_in(config, SECTION, CONTRADICTIONS) == section
+
+
+def test_a_choice_is_made_once():
+    config = EvenPipeConfig.of(schedule="auto", retune_interval=5)
+    assert str(contradiction_in(config, FLAGS, CONTRADICTIONS)).startswith("--retune-interval 5: only --group-size ")
 
 
 def test_there_is_a_case_for_every_row():

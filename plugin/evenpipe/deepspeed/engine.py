@@ -149,6 +149,10 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         weights: Iterable[Tensor] = self.module.parameters()
         return weights
 
+    def _joins_partners(self) -> bool:
+        """Return whether links between partners are opened too."""
+        return bool(self.evenpipe.bpipe)
+
     def _train(self, micro_batches: int) -> None:
         """Carry out the program of a batch."""
         program, ours = self._schedule(micro_batches)
@@ -191,7 +195,7 @@ def _executor(engine: EvenPipeEngine, weights: Iterable[Tensor]) -> Executor:
     ranks = [engine.grid.stage_to_global(stage) for stage in range(engine.num_stages)]
     backend = "nccl" if device.type == "cuda" else "gloo"
     trace = trace_of(engine)
-    joined = links(loop(engine.num_stages), engine.evenpipe.bpipe)
+    joined = links(loop(engine.num_stages), engine._joins_partners())
     shapes_vary = bool(engine.module.dynamic_shape)
     # What differs in size makes no room for what comes until it has left, and a load that waits holds compute up.
     held_up: Queues = "one" if shapes_vary and engine.evenpipe.bpipe else "many"

@@ -46,7 +46,7 @@ class MeasuringEngine(EvenPipeEngine):
     ) -> Any:
         """DeepSpeed's, with the engine's own state in the client's."""
         client_state = dict(client_state or {})
-        if (state := self.loop.state_dict()) is not None:
+        if (state := self._state()) is not None:
             client_state[self._state_name] = state
         return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
 
@@ -57,6 +57,10 @@ class MeasuringEngine(EvenPipeEngine):
             state = client_state.pop(self._state_name, None)
             self._go_on_by(state if resumes_training(self, *args, **kwargs) else None)
         return path, client_state
+
+    def _state(self) -> dict[str, Any] | None:
+        """Return what goes into a checkpoint; None before there is anything."""
+        return self.loop.state_dict()
 
     def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
         """Take the state of the loop whose checkpoint was loaded; None where there is none."""

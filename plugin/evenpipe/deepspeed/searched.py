@@ -1,4 +1,4 @@
-"""A schedule searched for the run's own times in DeepSpeed's engine."""
+"""A schedule searched, or chosen, for the run's own times in DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from torch import Tensor
 from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.measuring import MeasuringEngine
 from evenpipe.deepspeed.section import NAME
-from evenpipe.schedule import SEARCHED, Program, ScheduleError, Size
+from evenpipe.deepspeed.unsupported import moved_anyway
+from evenpipe.schedule import Program, ScheduleError, Size
+from evenpipe.tuner.choosing import ChoiceLoop
 from evenpipe.tuner.searching import Room, SearchLoop
 from evenpipe.upstream.ending import end_job
 
-__all__ = ["SearchedEngine"]
+__all__ = ["ChoosingEngine", "SearchedEngine"]
 
 
 class SearchedEngine(MeasuringEngine):
@@ -37,13 +39,19 @@ class SearchedEngine(MeasuringEngine):
             self.loop.end(self.executor, self.global_steps, size, self._room)
         except ScheduleError as error:
             given = self.evenpipe.memory_gib
-            where = f'{NAME}.schedule: "{SEARCHED}"' if given is None else f"{NAME}.memory_gib: {given:g}"
+            where = f'{NAME}.schedule: "{self.evenpipe.schedule}"' if given is None else f"{NAME}.memory_gib: {given:g}"
             end_job(f"{where}: {error}")
         return loss
 
     def _prepare(self) -> Any:
-        self.loop = SearchLoop(self._watch, self.evenpipe.retune_interval, _say)
+        self.loop = self._loop()
         return super()._prepare()
+
+    def _loop(self) -> SearchLoop:
+        return SearchLoop(self._watch, self.evenpipe.retune_interval, self._say)
+
+    def _say(self, line: str) -> None:
+        print_once(f"{self.evenpipe.schedule}: {line}")
 
     def _program(self, size: Size) -> Program:
         return self.loop.program(size, self._programs.queues)
@@ -55,10 +63,51 @@ class SearchedEngine(MeasuringEngine):
         wanted = self._limit_bytes, self.num_stages
         if state is not None and (state["limit_bytes"], len(state["costs"]["parts"])) == wanted:
             self.loop.load_state_dict(state)
-            _say("trains by the order that was saved")
+            self._say("trains by the order that was saved")
         else:
-            _say("the checkpoint has no order for this memory and these stages: searches anew")
+            self._say("the checkpoint has no order for this memory and these stages: searches anew")
 
 
-def _say(line: str) -> None:
-    print_once(f"{SEARCHED}: {line}")
+class ChoosingEngine(SearchedEngine):
+    """The engine of a section whose schedule is "auto".
+
+    Two batches train one micro-batch at a time and are looked at; the others follow the fastest schedule that fits, as
+    `evenpipe.tuner.choosing.ChoiceLoop` has it. A checkpoint has the choice, and the settings that it was made for.
+    """
+
+    _state_name: ClassVar[str] = "evenpipe_auto"
+    loop: ChoiceLoop
+
+    def _loop(self) -> ChoiceLoop:
+        made = ChoiceLoop(self._watch, self._say)
+        made.evicts = self._joins_partners()
+        checkpointed = self.module.activation_checkpoint_interval
+        more = "" if checkpointed else "PipelineModule(activation_checkpoint_interval=1), "
+        made.remedy = f", or use {more}a smaller train_micro_batch_size_per_gpu or more stages"
+        return made
+
+    def _joins_partners(self) -> bool:
+        return not self.module.dynamic_shape and not any(moved_anyway(self))
+
+    def _state(self) -> dict[str, Any] | None:
+        state = super()._state()
+        return None if state is None else state | {"settings": self._settings}
+
+    def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None and state["limit_bytes"] == self._limit_bytes and state["settings"] == self._settings:
+            self.loop.load_state_dict(state)
+            self._say("trains by the schedule that was chosen")
+        else:
+            self._say("the checkpoint has no choice for these settings: chooses again")
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """Return what times and bytes of a micro-batch depend on."""
+        return {
+            "stages": self.num_stages,
+            "replicas": self.grid.data_parallel_size,
+            "micro_batch_size": self.micro_batch_size,
+            "precision": [self.bfloat16_enabled(), self.fp16_enabled()],
+            "zero": self.zero_optimization_stage(),
+            "checkpointed": self.module.activation_checkpoint_interval,
+        }

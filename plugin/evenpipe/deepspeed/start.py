@@ -9,7 +9,7 @@ from typing import Any
 
 from evenpipe.deepspeed.section import Section, SectionError, section_of, with_deepspeeds_names
 from evenpipe.deepspeed.supported import DEEPSPEED, ENGINE, INITIALIZE, expectations, recorded
-from evenpipe.schedule import ScheduleError
+from evenpipe.schedule import AUTO, ScheduleError
 from evenpipe.upstream import Patch, PatchSet, UpstreamError
 from evenpipe.upstream.ending import apply_or_end, end_job, end_where_torch_is_too_old, end_with_the_first_error
 from evenpipe.upstream.imports import when_imported
@@ -56,6 +56,8 @@ def engine_patches(section: Section) -> PatchSet:
 def _evenpipe_engine(section: Section, original: Any) -> Any:
     if section.streams:
         from evenpipe.deepspeed.two_bw.engine import TwoBWEngine as Engine
+    elif section.schedule == AUTO:
+        from evenpipe.deepspeed.searched import ChoosingEngine as Engine
     elif "times" in section.spec.needs:
         from evenpipe.deepspeed.searched import SearchedEngine as Engine
     elif section.group_size == "auto":

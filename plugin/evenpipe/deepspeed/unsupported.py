@@ -12,6 +12,7 @@ from evenpipe.settings.contradictions import one_group
 from evenpipe.settings.spelling import SECTION
 
 __all__ = [
+    "moved_anyway",
     "refuse_configuration",
     "refuse_for_one_stage",
     "refuse_for_two_bw",
@@ -104,11 +105,16 @@ def _unsupported(engine: Any) -> Iterator[str]:
         yield from _not_with_a_plan(engine)
     if engine.wall_clock_breakdown():
         yield "wall_clock_breakdown: its timers do not work in DeepSpeed's pipelines: leave one of them out"
+    for setting in ("bpipe", "swap"):
+        for option in moved_anyway(engine) if getattr(engine.evenpipe, setting) else ():
+            yield f"activation_checkpointing.{option}: moves what {setting} would move: leave one of them out"
+
+
+def moved_anyway(engine: Any) -> Iterator[str]:
+    """Yield the options of activation checkpointing that move what BPipe would evict, or a swap take to the host."""
     for option in ("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing"):
-        for setting in ("bpipe", "swap"):
-            on = getattr(engine._config.activation_checkpointing_config, option, False)
-            if on and getattr(engine.evenpipe, setting):
-                yield f"activation_checkpointing.{option}: moves what {setting} would move: leave one of them out"
+        if getattr(engine._config.activation_checkpointing_config, option, False):
+            yield option
 
 
 def _not_with_a_plan(engine: Any) -> Iterator[str]:

@@ -327,6 +327,10 @@ class PipelineSchedule:
         # What differs in size makes no room for what comes until it has left, and a load that waits holds compute up.
         return "one" if self.bpipe and self._sizes_differ(config) else "many"
 
+    def _joins_partners(self, batch: Batch) -> bool:
+        """Return whether links between partners are opened too."""
+        return self.bpipe
+
     def _sizes_differ(self, config: Any) -> bool:
         """Return whether micro-batches save other sizes than one another."""
         names = ("num_moe_experts", "variable_seq_lengths", "num_microbatches_with_partial_activation_checkpoints")
@@ -345,7 +349,7 @@ class PipelineSchedule:
             places = self._places(len(ranks), batch)
             if "vee" in self.programs.spec.needed(len(chunks)):
                 check_model(chunks, places, pipeline)
-            joined = links(places, self.bpipe)
+            joined = links(places, self._joins_partners(batch))
             vary = bool(batch.config.variable_seq_lengths)
             connections = connect(ranks, joined, backend, device, vary, self._held_up(batch.config))
             self.programs = self.programs.for_queues(connections.queues)

@@ -34,6 +34,7 @@ class SearchedSchedule(PipelineSchedule):
     """
 
     offers: ClassVar[frozenset[Need]] = PipelineSchedule.offers | {"times"}
+    name: ClassVar[str] = SEARCHED
 
     def __init__(
         self,
@@ -44,10 +45,10 @@ class SearchedSchedule(PipelineSchedule):
         effort: Effort = USUAL,
     ) -> None:
         self._watch = watch = PartWatch(observer, queued=lambda: queued_bytes(self._model or ()))
-        super().__init__(SEARCHED, observer=watch, measure=measure, connected=connected)
+        super().__init__(self.name, observer=watch, measure=measure, connected=connected)
         self.iteration = 0
         self.tuning = tuning
-        self.loop = SearchLoop(watch, tuning.interval, tuning.log, effort)
+        self.loop = self._loop(watch, tuning, effort)
 
     def program(self, stages: int, micro_batches: int, chunks: int, settings: Any) -> Program:
         """Return the program of the next batch; Megatron's `settings` do not matter."""
@@ -63,6 +64,9 @@ class SearchedSchedule(PipelineSchedule):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the first batch. Raises ValueError for what `state_dict` has not given."""
         self.loop.load_state_dict(state)
+
+    def _loop(self, watch: PartWatch, tuning: Tuning, effort: Effort) -> SearchLoop:
+        return SearchLoop(watch, tuning.interval, tuning.log, effort)
 
     def _train(self, **arguments: Any) -> list[Any]:
         call = self._call(**arguments)

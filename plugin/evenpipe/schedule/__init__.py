@@ -39,7 +39,7 @@ from evenpipe.schedule.build import (
     overlapping,
     without_cycle_collector,
 )
-from evenpipe.schedule.known import SEARCHED, find, names, own
+from evenpipe.schedule.known import AUTO, SEARCHED, find, names, own
 from evenpipe.schedule.lower import Beside, Lazy, Program, Step, lower
 from evenpipe.schedule.order import Clock, Queues, strictest
 from evenpipe.schedule.passes import (
@@ -64,6 +64,7 @@ from evenpipe.schedule.wiring import Wiring
 
 __all__ = [
     "ACCEPT",
+    "AUTO",
     "BACKWARD",
     "COMPUTE",
     "DEPARTING",

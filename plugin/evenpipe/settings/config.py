@@ -39,9 +39,10 @@ class EvenPipeConfig(BaseModel):
         "(1f1b with --group-size micro-batches in a row) | 2bw (no flushes: two weight versions, each step finished "
         "while the next batch runs) | zb-h1 (backwards in two halves: less of a bubble) | zb-h2 (the same, stages "
         "further ahead) | interleaved-zb (zb-h1 with virtual stages) | v-half, v-min, zbv, dualpipev (two virtual "
-        "stages, there and back) | searched (an order made for the run's own times and --memory-gib) | file:PATH (a "
-        "table that `evenpipe schedule --out` wrote) | the name of an installed package's",
-        json_schema_extra={"flag": "--evenpipe-schedule", "metavar": "NAME"},
+        "stages, there and back) | searched (an order made for the run's own times and --memory-gib) | auto (the "
+        "fastest of these for the run's own times and memory) | file:PATH (a table that `evenpipe schedule "
+        "--out` wrote) | the name of an installed package's",
+        json_schema_extra={"flag": "--evenpipe-schedule", "short": "--evenpipe", "metavar": "NAME"},
     )
     bpipe: bool = Field(
         False,
@@ -74,7 +75,7 @@ class EvenPipeConfig(BaseModel):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="memory that --group-size auto, or searched, may use on each device (default: nine tenths of a "
+        description="memory that --group-size auto, searched or auto may use on each device (default: nine tenths of a "
         "GPU's)",
         json_schema_extra={"flag": "--memory-gib", "metavar": "GIB"},
     )

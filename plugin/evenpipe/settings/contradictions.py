@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from evenpipe.schedule import Spec
+from evenpipe.schedule import AUTO, Spec
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import Spelling
 
@@ -69,15 +69,6 @@ def only_tuned(setting: str) -> Contradiction:
     )
 
 
-def _only_measured(setting: str) -> Contradiction:
-    return Contradiction(
-        setting,
-        lambda config: getattr(config, setting) is not None and not config.measures,
-        "only {group_size:auto} and {schedule:searched} make use of it",
-        f"use one of them, or leave {{{setting}}} out",
-    )
-
-
 CONTRADICTIONS: Final = (
     Contradiction(
         "trace",
@@ -103,8 +94,18 @@ CONTRADICTIONS: Final = (
         "a table is of one size, so that there is nothing to choose",
         "leave {group_size} out, or use {schedule:kfkb}",
     ),
-    _only_measured("retune_interval"),
-    _only_measured("memory_gib"),
+    Contradiction(
+        "retune_interval",
+        lambda config: config.retune_interval is not None and (not config.measures or config.schedule == AUTO),
+        "only {group_size:auto} and {schedule:searched} make use of it",
+        "use one of them, or leave {retune_interval} out",
+    ),
+    Contradiction(
+        "memory_gib",
+        lambda config: config.memory_gib is not None and not config.measures,
+        "only {group_size:auto}, {schedule:searched} and {schedule:auto} make use of it",
+        "use one of them, or leave {memory_gib} out",
+    ),
     Contradiction(
         "one_version",
         lambda config: config.one_version and not config.streams,
@@ -122,6 +123,12 @@ CONTRADICTIONS: Final = (
         lambda config: bool(config.pair_adjacent) and not config.bpipe,
         "only {bpipe:true} exchanges anything within a pair",
         "add that, or leave {pair_adjacent} out",
+    ),
+    Contradiction(
+        "bpipe",
+        lambda config: config.bpipe and config.schedule == AUTO,
+        "{schedule:auto} chooses it where it is faster than what else fits",
+        "leave {bpipe} out",
     ),
     Contradiction(
         "bpipe",

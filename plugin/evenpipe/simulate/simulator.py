@@ -196,7 +196,8 @@ class _StageClock:
     """The time of one stage, which computes, starts transfers, and waits where it must.
 
     ``takes_ms``: per model chunk, what each kind of compute takes. ``synchronous``: transfers that the stage waits for
-    before it goes on. ``awaits_swaps``: as in `Costs`. ``starts_ms``: of each action; ``gone_ms``: when each unit that departs is known to be gone.
+    before it goes on. ``awaits_swaps``: as in `Costs`. ``starts_ms``: of each action; ``gone_ms``: when each unit that
+    departs is known to be gone.
     """
 
     def __init__(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import isinf
 from statistics import pstdev
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 
 from evenpipe.runtime.executor import Executor
@@ -19,6 +20,7 @@ from evenpipe.schedule import (
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     Action,
+    Places,
     Program,
     Queues,
     Schedule,
@@ -30,6 +32,7 @@ from evenpipe.schedule import (
     verify,
 )
 from evenpipe.schedule.search.costs import FORMAT, Part, RunCosts, check_caps, held_bytes
+from evenpipe.schedule.search.problem import Problem
 from evenpipe.schedule.search.search import EXPECTED, USUAL, Effort
 from evenpipe.schedule.spec import halved
 from evenpipe.simulate.searched import searched
@@ -63,8 +66,12 @@ class SearchLoop:
     times that the order allows for, another one is searched. So is one for batches of another number of micro-batches.
 
     For each batch, a framework calls `begin` and `prepare`, trains by `program`, and calls `end`. `watch` observes its
-    executor. `log` is given a line for each decision.
+    executor. `log` is given a line for each decision, and `remedy` says what else than more memory there is to give
+    where nothing fits.
     """
+
+    #: Whether a decision is only as good as the times that it was made for.
+    _looks_again: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -74,6 +81,7 @@ class SearchLoop:
         effort: Effort = USUAL,
     ) -> None:
         self.costs: RunCosts | None = None
+        self.remedy = ""
         self._watch = watch
         self._pace = Pace(interval)
         self._log = log
@@ -100,7 +108,7 @@ class SearchLoop:
             self._log("what was saved is of another number of parts: searches anew")
             self._forget()
             self._look = "weigh"
-        if self._look is None and iteration >= self._next:
+        if self._look is None and self._looks_again and iteration >= self._next:
             self._look = "weigh"
 
     def prepare(self, executor: Executor, size: Size, queues: Queues) -> None:
@@ -113,16 +121,16 @@ class SearchLoop:
             self._watch.store = executor.store
         self._watch.timed = self._look == "time"
         if self.costs is not None and size.micro_batches not in self._found:
-            self._log(f"searches an order for {size.stages} stages, {size.micro_batches} micro-batches and their times")
-            self._found[size.micro_batches] = self._searched(self.costs, size, queues)
+            self._announce(size)
+            self._found[size.micro_batches] = self._decided(self.costs, size, queues)
             self._programs.clear()
 
     def program(self, size: Size, queues: Queues) -> Program:
         """Return what carries out a batch of this size."""
         key, found = (size, queues), self._found.get(size.micro_batches)
         if key not in self._programs:
-            schedule = _at_once(build(FIRST[size.chunks], size).schedule) if found is None else found
-            self._programs[key] = verify(schedule, queues=queues)
+            schedule = self._first(size) if found is None else found
+            self._programs[key] = verify(schedule, any(schedule.evictions), queues)
         return self._programs[key]
 
     def end(self, executor: Executor, iteration: int, size: Size, room: Callable[[], Room]) -> None:
@@ -164,21 +172,22 @@ class SearchLoop:
         self.costs, self._limit_bytes = RunCosts.model_validate(state["costs"]), state["limit_bytes"]
         orders = [Schedule.parse(text) for text in state["orders"]]
         self._found = {schedule.micro_batches: schedule for schedule in orders}
+        if not self._looks_again:
+            self._look = None
         self._programs.clear()
 
     def _forget(self) -> None:
         self.costs, self._found = None, {}
         self._programs.clear()
 
-    def _searched(self, costs: RunCosts, size: Size, queues: Queues) -> Schedule:
-        """Return the order that rank 0 finds."""
+    def _decided(self, costs: RunCosts, size: Size, queues: Queues) -> Schedule:
+        """Return the order that rank 0 decides for."""
         answer: list[Any] = [None, ""]
         failure: Exception | None = None
         if dist.get_rank() == 0:
             try:
-                began = time.monotonic()
-                found = searched(costs, size.stages, size.micro_batches, self._effort, queues=queues)
-                answer = [str(found.program.schedule), _said(found, costs, time.monotonic() - began)]
+                schedule, said = self._find(costs, size, queues)
+                answer = [str(schedule), said]
             except Exception as error:  # the other ranks wait
                 answer, failure = [None, str(error)], error
         dist.broadcast_object_list(answer, src=0)
@@ -189,6 +198,19 @@ class SearchLoop:
             raise ScheduleError(line)
         self._log(line)
         return Schedule.parse(text)
+
+    def _announce(self, size: Size) -> None:
+        self._log(f"searches an order for {size.stages} stages, {size.micro_batches} micro-batches and their times")
+
+    def _first(self, size: Size) -> Schedule:
+        """Return the order of batches before there are times."""
+        return _at_once(build(FIRST[size.chunks], size).schedule)
+
+    def _find(self, costs: RunCosts, size: Size, queues: Queues) -> tuple[Schedule, str]:
+        """Return, on rank 0, the order for these costs, and what is said of it."""
+        began = time.monotonic()
+        found = searched(costs, size.stages, size.micro_batches, self._effort, queues=queues)
+        return found.program.schedule, _said(found, costs, time.monotonic() - began)
 
     def _gathered(self, executor: Executor, size: Size, room: Room) -> RunCosts:
         """Return the costs of all parts; of replicas and shards the highest numbers."""
@@ -206,22 +228,31 @@ class SearchLoop:
         known = [None] * len(parts) if self.costs is None else self.costs.parts
         recomputed = self._found[size.micro_batches].recomputed if size.micro_batches in self._found else ()
         caps = [limit - int(nbytes) - _UNDER_WAY * int(message_bytes) for nbytes in held]
-        for at, cap in enumerate(caps):
-            if cap < 0:
-                raise ScheduleError(
-                    f"weights, gradients, optimizer and messages of stage {at} take "
-                    f"{(limit - cap) / _MIB:,.1f} MiB, more than the {limit / _MIB:,.1f} MiB that there are: give more"
-                )
+        found = [
+            _part(PartFigures(*row), before, at in recomputed)
+            for at, (row, before) in enumerate(zip(highest_of_all(parts, device), known, strict=True))
+        ]
+        self._check_room(found, places, caps)
         return RunCosts(
             format=FORMAT,
             placement="vee" if size.chunks == 2 else "straight",
-            parts=[
-                _part(PartFigures(*row), before, at in recomputed)
-                for at, (row, before) in enumerate(zip(highest_of_all(parts, device), known, strict=True))
-            ],
+            parts=found,
             message_ms=message_ms,
             memory_bytes=caps,
         )
+
+    def _check_room(self, parts: Sequence[Part], places: Places, caps: Sequence[int]) -> None:
+        """Raise ScheduleError where a stage cannot hold one micro-batch, which is the least of any order."""
+        problem = Problem(places, 1, parts, caps)
+        least = np.minimum(problem.least_bytes, replace(problem, recomputed=problem.recomputable).least_bytes).tolist()
+        needs = [self._limit_bytes - cap + int(nbytes) for cap, nbytes in zip(caps, least, strict=True)]
+        stage = max(range(places.stages), key=lambda at: needs[at])
+        if needs[stage] > self._limit_bytes:
+            raise ScheduleError(
+                f"no schedule fits: stage {stage} holds {(needs[stage] - least[stage]) / _MIB:,.1f} MiB of weights, "
+                f"gradients, optimizer and messages, and {least[stage] / _MIB:,.1f} MiB for one micro-batch: give at "
+                f"least {math.ceil(needs[stage] / 2**30 * 1e4) / 1e4:g} GiB{self.remedy}"
+            )
 
     def _outdated(self, before: RunCosts, now: RunCosts, stages: int) -> str | None:
         """Return why the orders for the costs of `before` are not those of `now`; None where they still are."""
@@ -292,7 +323,7 @@ def _said(found: Any, costs: RunCosts, seconds: float) -> str:
     faster = f"{found.published_ms / found.batch_ms:.3f} × the speed of what is published and fits"
     return (
         f"{schedule.micro_batches} micro-batches: an order found in {seconds:.1f} s; by simulation a batch takes "
-        f"{found.batch_ms:,.1f} ms, {'nothing published fits' if isinf(found.published_ms) else faster}; stage "
+        f"{found.batch_ms:,.1f} ms, {'nothing published fits' if math.isinf(found.published_ms) else faster}; stage "
         f"{fullest} saves at most {peaks[fullest] / _MIB:,.1f} of {room / _MIB:,.1f} MiB"
         + (
             f"; {len(schedule.recomputed)} of {len(costs.parts)} parts are computed again"

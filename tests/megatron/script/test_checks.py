@@ -180,7 +180,7 @@ REFUSED = {
         "--retune-interval 5: only --group-size auto and --evenpipe-schedule searched make use of it: use one of them, "
         "or leave --retune-interval out$",
     ),
-    "no memory to fill": (KFKB | {"memory_gib": 1}, {}, "--memory-gib 1: only --group-size auto and --evenpipe-sch"),
+    "no memory to fill": (KFKB | {"memory_gib": 1}, {}, "--memory-gib 1: only --group-size auto, --evenpipe-sch"),
     "tuned, memory unknown": (KFKB | {"group_size": "auto"}, {}, "--group-size auto: .* on CPU: give --memory-gib$"),
     "tuned, growing": (
         AUTO,

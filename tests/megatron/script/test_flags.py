@@ -25,6 +25,13 @@ def test_flags_become_settings():
     assert config_from(args) == EvenPipeConfig(schedule="gpipe", bpipe=True, pair_adjacent=False, trace=Path("t.json"))
 
 
+def test_a_schedule_is_asked_for_in_fewer_letters_too():
+    assert config_from(parsed("--evenpipe", "auto", "--memory-gib", "70")) == EvenPipeConfig(
+        schedule="auto", memory_gib=70
+    )
+    assert config_from(Namespace(evenpipe="auto"), []).schedule == "auto"  # of a YAML configuration
+
+
 @pytest.mark.parametrize("setting", EvenPipeConfig.model_fields)
 def test_every_flag_has_a_name_of_ours_and_maybe_a_short_one(setting):
     name, value = "--evenpipe-" + setting.replace("_", "-"), ["1"]

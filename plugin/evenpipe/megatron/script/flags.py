@@ -51,11 +51,18 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
             options["metavar"] = field.json_schema_extra["metavar"]
         name = _PREFIX + setting.replace("_", "-")
         group.add_argument(name, **options, default=field.default, help=field.description)
-        if flag(setting) != name:
-            short[flag(setting)] = {**options, "default": argparse.SUPPRESS, "help": f"short for {name}"}
+        for other in {flag(setting), _short(setting)} - {name}:
+            short[other] = {**options, "default": argparse.SUPPRESS, "help": f"short for {name}"}
     replaced = {"parse_known_args": functools.partial(_parse, parser.parse_known_args, group, short)}
     vars(parser).update(replaced, error=functools.partial(_complain, parser.error))
     return parser
+
+
+def _short(setting: str) -> str:
+    """Return the name by which a user may give it in fewer letters: --evenpipe for --evenpipe-schedule."""
+    extra = EvenPipeConfig.model_fields[setting].json_schema_extra
+    assert isinstance(extra, dict)
+    return str(extra.get("short", flag(setting)))
 
 
 def _parse(
@@ -99,8 +106,10 @@ def config_from(args: Namespace, argv: Sequence[str] | None = None) -> EvenPipeC
             sys.argv[1:] if argv is None else argv
         )
         for setting in missing:
-            short = flag(setting).removeprefix("--").replace("-", "_")
-            setattr(args, destination(setting), getattr(args, short, getattr(given, destination(setting))))
+            value = getattr(given, destination(setting))
+            for name in (flag(setting), _short(setting)):
+                value = getattr(args, name.removeprefix("--").replace("-", "_"), value)
+            setattr(args, destination(setting), value)
     try:
         return EvenPipeConfig.of(
             **{setting: getattr(args, destination(setting)) for setting in EvenPipeConfig.model_fields}

@@ -15,7 +15,7 @@ from evenpipe.megatron.script.saved_state import SavedState
 from evenpipe.megatron.symbols import ADAPTIVE
 from evenpipe.megatron.unsupported import packs, why_one_size
 from evenpipe.planner.group_memory import PlanError
-from evenpipe.schedule import SEARCHED, ScheduleError
+from evenpipe.schedule import AUTO, SEARCHED, ScheduleError
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import flag
 from evenpipe.tuner.process_memory import limit_bytes
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from evenpipe.megatron.searched import SearchedSchedule
     from evenpipe.runtime.executor import Observer
 
-__all__ = ["TUNED", "AdaptiveTraining", "MeasuredTraining", "SearchedTraining", "measured_patches"]
+__all__ = ["TUNED", "AdaptiveTraining", "ChosenTraining", "MeasuredTraining", "SearchedTraining", "measured_patches"]
 
 #: What times and memory of parts depend on, beside the layout.
 _SETTINGS: Final = ("virtual_pipeline_model_parallel_size", "num_experts", "expert_model_parallel_size", "fp8")
@@ -53,6 +53,13 @@ _SEARCHED: Final = SavedState(
     "evenpipe_searched",
     "trains by the order that was saved",
     "has no order of these settings: searches anew",
+    _settings,
+)
+_CHOSEN: Final = SavedState(
+    f"{flag('schedule')} {AUTO}",
+    "evenpipe_auto",
+    "trains by the schedule that was chosen",
+    "has no choice for these settings: chooses again",
     _settings,
 )
 
@@ -189,9 +196,27 @@ class SearchedTraining(MeasuredTraining):
         self.schedule = SearchedSchedule(tuning, observer, connected=connected)
 
 
+class ChosenTraining(MeasuredTraining):
+    """A script's training with --evenpipe auto."""
+
+    def __init__(
+        self,
+        config: EvenPipeConfig,
+        args: Namespace,
+        observer: Observer | None,
+        connected: Callable[[PipelineSchedule], None],
+    ) -> None:
+        from evenpipe.megatron.adaptive.schedule import Tuning
+        from evenpipe.megatron.chosen import ChosenSchedule
+
+        super().__init__(config, args, _CHOSEN)
+        tuning = Tuning(0, int, log=lambda line: say(f"{AUTO}: {line}") if args.rank == 0 else None)
+        self.schedule = ChosenSchedule(tuning, observer, connected=connected)
+
+
 def measured_patches(training: MeasuredTraining) -> PatchSet:
     """Return what calls `training` with Megatron's model, optimizer and checkpoints."""
-    asked = f"{_AUTO}, {_SEARCHED.asked}"
+    asked = f"{_AUTO}, {_SEARCHED.asked}, {_CHOSEN.asked}"
     model_and_optimizer = f"{asked}: the first place that has model and optimizer, whose memory counts"
     set_up = set_up_patch(training, "model-and-optimizer", model_and_optimizer)
     save = save_patch(training, f"{asked}: what has been measured and decided is saved beside what Megatron saves")

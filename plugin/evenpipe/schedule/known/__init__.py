@@ -13,13 +13,16 @@ from evenpipe.schedule.actions import ScheduleError
 from evenpipe.schedule.spec import Spec
 from evenpipe.wording.nearest import nearest
 
-__all__ = ["GROUP", "SEARCHED", "find", "names", "own"]
+__all__ = ["AUTO", "GROUP", "SEARCHED", "find", "names", "own"]
 
 #: The entry point group under which another package's schedules are found: ``name = "package.module:SPEC"``.
 GROUP = "evenpipe.schedules"
 
 #: The schedule that is made for the times of a run.
 SEARCHED = "searched"
+
+#: The one that a run chooses for its own times.
+AUTO = "auto"
 
 
 #: The file of each: who trains by one imports no other.
@@ -38,6 +41,7 @@ _FILES: Final[Mapping[str, str]] = MappingProxyType(
         "v-min": "v_min",
         "dualpipev": "dualpipev",
         SEARCHED: "searched",
+        AUTO: "auto",
     }
 )
 

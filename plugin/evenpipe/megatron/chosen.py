@@ -1,0 +1,51 @@
+"""A forward-backward function for megatron-core that chooses its schedule by the run's own times and memory."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch.distributed as dist
+
+from evenpipe.megatron.adaptive.schedule import Tuning
+from evenpipe.megatron.recomputing import obstacle
+from evenpipe.megatron.searched import SearchedSchedule
+from evenpipe.megatron.stage import Batch
+from evenpipe.megatron.unsupported import refused_settings
+from evenpipe.runtime.executor import Executor
+from evenpipe.schedule import AUTO
+from evenpipe.schedule.search.search import Effort
+from evenpipe.tuner.choosing import ChoiceLoop
+from evenpipe.tuner.part_watch import PartWatch
+
+__all__ = ["ChosenSchedule"]
+
+
+class ChosenSchedule(SearchedSchedule):
+    """A `PipelineSchedule` by the fastest schedule that fits the memory, chosen after two batches were looked at.
+
+    These compute one micro-batch at a time. Stages of two model chunks have these in a V, and the schedules for that;
+    those of one chunk have all others, BPipe too, unless Megatron's settings rule it out. The choice is made once.
+    """
+
+    name: ClassVar[str] = AUTO
+    loop: ChoiceLoop
+
+    def _loop(self, watch: PartWatch, tuning: Tuning, effort: Effort) -> ChoiceLoop:
+        return ChoiceLoop(watch, tuning.log, effort)
+
+    def _joins_partners(self, batch: Batch) -> bool:
+        if len(batch.model) > 1 or self._sizes_differ(batch.config):
+            return False
+        return next(refused_settings(batch.config, bpipe=True), None) is None
+
+    def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
+        loop, config = self.loop, batch.config
+        loop.evicts = self._joins_partners(batch)
+        loop.halves = bool(getattr(config, "delay_wgrad_compute", False))  # layers leave what a whole one would lose
+        full, recomputes = config.recompute_granularity == "full", obstacle(config, batch.model) is None
+        loop.remedy = (
+            ", a smaller --micro-batch-size, more stages or more tensor parallelism"
+            if full or recomputes
+            else ", or --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        )
+        return super()._executor(pipeline, batch)

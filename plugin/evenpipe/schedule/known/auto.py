@@ -1,0 +1,24 @@
+"""The schedule that a run chooses by itself, from its own times and memory: `evenpipe.tuner.choosing`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NoReturn
+
+from evenpipe.schedule.actions import ScheduleError
+from evenpipe.schedule.known.searched import SPEC as SEARCHED
+from evenpipe.schedule.spec import Size
+
+__all__ = ["SPEC"]
+
+
+def _chosen_in_a_run(size: Size) -> NoReturn:
+    raise ScheduleError("schedule=auto: is chosen by runs of Megatron-LM's scripts or DeepSpeed: name another")
+
+
+SPEC = replace(
+    SEARCHED,
+    name="auto",
+    summary="the fastest schedule by the run's own times that fits its memory; with two model chunks a stage, in a V",
+    order=_chosen_in_a_run,
+)

@@ -1,0 +1,239 @@
+"""The schedule of a run, chosen among all that its placement takes, by the times and bytes that its batches show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, ClassVar, Final, NamedTuple
+
+from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.resources import highest_of_all
+from evenpipe.runtime.timing import sending_gbps
+from evenpipe.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    Places,
+    Program,
+    Queues,
+    Schedule,
+    ScheduleError,
+    Size,
+    build,
+    find,
+    links,
+    loop,
+    own,
+    vee,
+    verify,
+)
+from evenpipe.schedule.search.costs import RunCosts
+from evenpipe.schedule.search.problem import Problem
+from evenpipe.schedule.search.search import USUAL, Effort
+from evenpipe.schedule.spec import halved
+from evenpipe.simulate.costs import Costs, Wire
+from evenpipe.simulate.searched import searched
+from evenpipe.simulate.simulator import simulate
+from evenpipe.tuner.part_watch import PartWatch
+from evenpipe.tuner.searching import Room, SearchLoop
+
+__all__ = ["ChoiceLoop", "Option", "choose", "options"]
+
+#: Megatron's and DeepSpeed's own orders.
+_STOCK: Final = frozenset(("1f1b", "interleaved"))
+#: A schedule that is not faster than by this is not worth another order than the stock one.
+_TIE: Final = 0.02
+#: Larger groups keep more messages than a stage has room for beside what it saves.
+_GROUPS: Final = (2, 3, 4)
+
+
+class Option(NamedTuple):
+    """A schedule by its name, and by simulation the milliseconds of a batch, and the most bytes that stages save."""
+
+    name: str
+    program: Program
+    batch_ms: float
+    saved_bytes: tuple[int, ...]
+
+    @property
+    def is_stock(self) -> bool:
+        """Return whether it is the framework's own order."""
+        return self.name in _STOCK
+
+    def fits(self, costs: RunCosts) -> bool:
+        """Return whether no stage saves more than it may."""
+        caps = costs.caps(len(self.saved_bytes))
+        return all(nbytes <= cap for nbytes, cap in zip(self.saved_bytes, caps, strict=True))
+
+
+def options(
+    costs: RunCosts, size: Size, queues: Queues = "many", byte_ms: float | None = None, halves: bool = False
+) -> Iterator[Option]:
+    """Yield the published schedules for these parts on their places, whatever memory they need.
+
+    byte_ms: milliseconds a byte that is sent to a partner; None rules out BPipe. halves: whole backwards are made of
+    two. Late gradients are left out.
+    """
+    places = costs.places(size.stages)
+    for spec in map(find, own()):
+        if spec.needs & {"stream", "swap"}:
+            continue
+        for group in _GROUPS if "groups" in spec.needs else (1,):
+            for bpipe in (False, True) if byte_ms is not None and spec.balanced is not None else (False,):
+                with suppress(ScheduleError):  # a size that the schedule does not have
+                    wanted = spec.fitted(size._replace(chunks=places.chunks, group_size=group))
+                    if wanted.group_size != group or spec.places(wanted) != places:
+                        continue
+                    name = (
+                        spec.name + (f" in groups of {group}" if group > 1 else "") + (" with BPipe" if bpipe else "")
+                    )
+                    program = build(spec, wanted, bpipe, queues)
+                    if halves:
+                        rows = tuple(tuple(halved(row, 0)) for row in program.schedule.actions)
+                        program = verify(replace(program.schedule, actions=rows), bpipe, queues)
+                    yield _weighed(name, program, costs, byte_ms or 0.0)
+
+
+def choose(
+    costs: RunCosts,
+    size: Size,
+    queues: Queues = "many",
+    byte_ms: float | None = None,
+    halves: bool = False,
+    effort: Effort = USUAL,
+) -> tuple[Option, list[Option]]:
+    """Return the fastest schedule that fits, and all others, also those that do not fit, the fastest first.
+
+    A tie within 2 % goes to the stock order. An order is searched only if it could be faster than that. Raises
+    ScheduleError where nothing fits.
+    """
+    known = list(options(costs, size, queues, byte_ms, halves))
+    limit_ms = Problem.of(costs, size.stages, size.micro_batches).limit_ms
+    best_ms = min((one.batch_ms for one in known if one.fits(costs)), default=math.inf)
+    if best_ms > (1 + _TIE) * limit_ms:
+        try:
+            program = searched(costs, size.stages, size.micro_batches, effort, queues=queues).program
+            known.append(_weighed("searched", program, costs, 0.0))
+        except ScheduleError:
+            if math.isinf(best_ms):
+                raise
+    known.sort(key=lambda one: one.batch_ms)
+    fitting = [one for one in known if one.fits(costs)]
+    if not fitting:
+        raise ScheduleError("no schedule fits, not even one that is searched: give more memory")
+    near = (one for one in fitting if one.is_stock and one.batch_ms <= (1 + _TIE) * fitting[0].batch_ms)
+    chosen = next(near, fitting[0])
+    return chosen, [one for one in known if one is not chosen]
+
+
+def _weighed(name: str, program: Program, costs: RunCosts, byte_ms: float) -> Option:
+    """Simulate the program, with evictions where it has them."""
+    schedule = program.schedule
+    places, parts = schedule.places, costs.recomputing(schedule.recomputed).parts
+    placed = [
+        [parts[places.position(stage, chunk)] for chunk in range(schedule.chunks)] for stage in range(schedule.stages)
+    ]
+    saved = [[one.saved_bytes for one in row] for row in placed]
+    left = [[one.saved_bytes - one.freed_by_input_gradient_bytes for one in row] for row in placed]
+    between = {
+        link: Wire(transmit_ms=byte_ms * saved[min(link.source, link.target)][0])
+        for link in links(places, pairs=True)
+        if link.kind in ("evict", "load")
+    }
+    simulated = simulate(program, replace(Costs.of_parts(costs, schedule), links=between), saved, left)
+    # A whole backward holds for a moment what its two halves hold between them.
+    grown = [max(one.grown_bytes for one in row) for row in placed]
+    peaks = (
+        stage.peak_bytes + (more if any(action.kind == BACKWARD for action in row) else 0)
+        for stage, more, row in zip(simulated.stages, grown, schedule.actions, strict=True)
+    )
+    return Option(name, program, simulated.makespan_ms, tuple(peaks))
+
+
+class ChoiceLoop(SearchLoop):
+    """A `SearchLoop` that chooses among schedules, once; each number of micro-batches has its own.
+
+    The two batches before that compute one micro-batch at a time, so that no schedule needs less memory. Before the
+    first one, `evicts` says that partners are joined, so that BPipe is one of the choices, and `halves` that layers
+    leave their weights' gradients for a second half of a backward, which whole backwards are then made of.
+    """
+
+    _looks_again: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        watch: PartWatch,
+        log: Callable[[str], None] = lambda line: None,
+        effort: Effort = USUAL,
+    ) -> None:
+        super().__init__(watch, None, log, effort)
+        self.evicts = self.halves = False
+        self._byte_ms: float | None = None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        state = super().state_dict()
+        return None if state is None else state | {"byte_ms": self._byte_ms}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._byte_ms = state["byte_ms"]
+
+    def _announce(self, size: Size) -> None:
+        """Say nothing before the choice."""
+
+    def _first(self, size: Size) -> Schedule:
+        return _one_at_a_time(vee(size.stages) if size.chunks == 2 else loop(size.stages), size.micro_batches)
+
+    def _gathered(self, executor: Executor, size: Size, room: Room) -> RunCosts:
+        if self.evicts:
+            gbps = sending_gbps(executor.connections, executor.stage_index, executor.device)
+            [self._byte_ms] = highest_of_all([0.0 if gbps is None else 1e-6 / gbps], executor.device)
+        return super()._gathered(executor, size, room)
+
+    def _find(self, costs: RunCosts, size: Size, queues: Queues) -> tuple[Schedule, str]:
+        chosen, others = choose(costs, size, queues, self._byte_ms, self.halves, self._effort)
+        return chosen.program.schedule, self._said(chosen, others, costs, size)
+
+    def _said(self, chosen: Option, others: list[Option], costs: RunCosts, size: Size) -> str:
+        following = next((one for one in others if one.fits(costs)), None)
+        stock = next((one for one in others if one.is_stock and one is not following), None)
+        parts = [
+            f"{size.micro_batches} micro-batches: {self._figures(chosen, costs)}, of {_size(self._limit_bytes)}",
+            "nothing else fits" if following is None else f"next: {self._figures(following, costs)}",
+        ]
+        if stock is not None:
+            parts.append(f"stock: {self._figures(stock, costs)}")
+        return "; ".join(parts)
+
+    def _figures(self, option: Option, costs: RunCosts) -> str:
+        stages = len(option.saved_bytes)
+        held = [
+            self._limit_bytes - cap + saved for cap, saved in zip(costs.caps(stages), option.saved_bytes, strict=True)
+        ]
+        again = len(option.program.schedule.recomputed)
+        return (
+            f"{option.name}{f', {again} of {len(costs.parts)} parts computed again' if again else ''}: "
+            f"{option.batch_ms:,.1f} ms an iteration, {_size(max(held))} on stage {held.index(max(held))}"
+        )
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"
+
+
+def _one_at_a_time(places: Places, micro_batches: int) -> Schedule:
+    """Return the schedule in which each micro-batch begins when the one before it is done: none holds less."""
+
+    def row(stage: int) -> Iterator[Action]:
+        chunks = [place.chunk for place in places.order if place.stage == stage]
+        for number in range(micro_batches):
+            yield from (Action(FORWARD, number, chunk) for chunk in chunks)
+            for chunk in reversed(chunks):
+                yield from (Action(kind, number, chunk) for kind in (INPUT_GRADIENT, WEIGHT_GRADIENT))
+
+    rows = tuple(tuple(row(stage)) for stage in range(places.stages))
+    return Schedule("one-at-a-time", places.stages, micro_batches, places.chunks, places.chunks, rows, places=places)
