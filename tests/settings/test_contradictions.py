@@ -72,6 +72,13 @@ CASES = [
         "pair_adjacent out",
     ),
     (
+        {"schedule": "searched", "bpipe": True},
+        "--bpipe: orders that --evenpipe-schedule searched finds during a run evict nothing: search one with `evenpipe "
+        "schedule` for costs that have peer_bytes_per_ms, and run that table, or leave --bpipe out",
+        'evenpipe.bpipe: true: orders that "schedule": "searched" finds during a run evict nothing: search one with '
+        "`evenpipe schedule` for costs that have peer_bytes_per_ms, and run that table, or leave bpipe out",
+    ),
+    (
         {"schedule": "gpipe", "bpipe": True},
         "--bpipe: with --evenpipe-schedule gpipe all stages hold the same, so there is nothing to level: use 1f1b",
         'evenpipe.bpipe: true: with "schedule": "gpipe" all stages hold the same, so there is nothing to level: use '

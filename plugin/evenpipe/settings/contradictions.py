@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from evenpipe.schedule import Spec
+from evenpipe.schedule import SEARCHED, Spec
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import Spelling
 
@@ -122,6 +122,13 @@ CONTRADICTIONS: Final = (
         lambda config: bool(config.pair_adjacent) and not config.bpipe,
         "only {bpipe:true} exchanges anything within a pair",
         "add that, or leave {pair_adjacent} out",
+    ),
+    Contradiction(
+        "bpipe",
+        lambda config: config.bpipe and config.spec.name == SEARCHED,
+        "orders that {schedule:=} finds during a run evict nothing",
+        "search one with `evenpipe schedule` for costs that have peer_bytes_per_ms, and run that table, or leave "
+        "{bpipe} out",
     ),
     Contradiction(
         "bpipe",
