@@ -125,7 +125,7 @@ CONTRADICTIONS: Final = (
     ),
     Contradiction(
         "bpipe",
-        lambda config: config.bpipe and config.spec.name == SEARCHED,
+        lambda config: config.bpipe and config.schedule == SEARCHED,  # a table of that name may evict
         "orders that {schedule:=} finds during a run evict nothing",
         "search one with `evenpipe schedule` for costs that have peer_bytes_per_ms, and run that table, or leave "
         "{bpipe} out",
