@@ -141,6 +141,16 @@ def test_front(tmp_path):
     assert all(entry["least"] <= entry["wrong"] for entry in whole)
 
 
+def test_evictions():
+    shown = document("evictions.py", "--stages", "4", "--seconds", "0.1")
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "evictions")
+    assert len(shown["results"]) >= 4 * 6
+    for entry in shown["results"]:
+        speeds = [entry["vee_speed"], entry["known_speed"] or 0]
+        assert entry["evicting_wins"] == (entry["evicting_speed"] > max(speeds) * 1.0005)
+        assert 0 < entry["evicting_speed"] <= 1.2  # of a V's limit, which differs where parts are uneven
+
+
 def test_overhead():
     shown = document("overhead.py", "--layers", "4", "--hidden", "32", "--seq-length", "32", "--repeats", "2")
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "overhead")

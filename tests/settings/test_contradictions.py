@@ -1,5 +1,6 @@
 """One table of settings that contradict each other, in the words of whoever wrote them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,13 @@ CASES = [
         {"schedule": "auto", "bpipe": True},
         "--bpipe: --evenpipe-schedule auto chooses it where it is faster than what else fits: leave --bpipe out",
         'evenpipe.bpipe: true: "schedule": "auto" chooses it where it is faster than what else fits: leave bpipe out',
+    ),
+    (
+        {"schedule": "searched", "bpipe": True},
+        "--bpipe: orders that --evenpipe-schedule searched finds during a run evict nothing: search one with `evenpipe "
+        "schedule` for costs that have peer_bytes_per_ms, and run that table, or leave --bpipe out",
+        'evenpipe.bpipe: true: orders that "schedule": "searched" finds during a run evict nothing: search one with '
+        "`evenpipe schedule` for costs that have peer_bytes_per_ms, and run that table, or leave bpipe out",
     ),
     (
         {"schedule": "gpipe", "bpipe": True},
@@ -157,9 +165,10 @@ def test_a_command_has_flags_of_its_own():
 def test_bpipe_goes_with_a_table_that_evicts(tmp_path: Path) -> None:
     """The table cannot be run without it."""
     table = tmp_path / "balanced.txt"
-    table.write_text(str(build("1f1b", Size(4, 8), bpipe=True).schedule))
-    config = EvenPipeConfig.of(schedule=f"file:{table}", bpipe=True)
-    assert contradiction_in(config, FLAGS, CONTRADICTIONS) is None
+    for name in ("1f1b", "searched"):
+        table.write_text(str(replace(build("1f1b", Size(4, 8), bpipe=True).schedule, name=name)))
+        config = EvenPipeConfig.of(schedule=f"file:{table}", bpipe=True)
+        assert contradiction_in(config, FLAGS, CONTRADICTIONS) is None
 
 
 def test_groups_of_a_whole_batch_are_gpipe_and_said_to_be():

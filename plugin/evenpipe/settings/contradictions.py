@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from evenpipe.schedule import AUTO, Spec
+from evenpipe.schedule import AUTO, SEARCHED, Spec
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import Spelling
 
@@ -129,6 +129,13 @@ CONTRADICTIONS: Final = (
         lambda config: config.bpipe and config.schedule == AUTO,
         "{schedule:auto} chooses it where it is faster than what else fits",
         "leave {bpipe} out",
+    ),
+    Contradiction(
+        "bpipe",
+        lambda config: config.bpipe and config.schedule == SEARCHED,  # a table of that name may evict
+        "orders that {schedule:=} finds during a run evict nothing",
+        "search one with `evenpipe schedule` for costs that have peer_bytes_per_ms, and run that table, or leave "
+        "{bpipe} out",
     ),
     Contradiction(
         "bpipe",

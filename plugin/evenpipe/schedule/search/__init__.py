@@ -2,5 +2,5 @@
 
 costs: the document of times, bytes and caps. problem: the same as arrays. clock: what an order takes. listing, blocks:
 orders to start from, beside known ones. justifying: closes their gaps. annealing: moves single actions. search: all of
-it.
+it. evicting: caps that partner stages share, and the transfers of an order for them.
 """

@@ -43,7 +43,7 @@ def sharing(problem: Problem) -> list[Problem]:
 def _shared(problem: Problem) -> Iterator[Problem]:
     stages = problem.places.stages
     saved = [max(1, *row) for row in problem.saved_bytes.tolist()]
-    before = [problem.cap]
+    before = [list(problem.cap)]
     for share in _SHARES:
         caps = list(problem.cap)
         for evictor in range(stages // 2):
