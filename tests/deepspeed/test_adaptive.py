@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from evenpipe.schedule import Schedule
 from tests.deepspeed.job import run_cases
 
 pytest.importorskip("deepspeed")
@@ -44,6 +45,31 @@ _SEARCHES: dict[str, Any] = {
     "searched": {"case": {"stages": 4, "config": _SEARCHED, "steps": 5}, "changes": 4},
     "searched, resumed": {"case": {"stages": 2, "config": {**_ZERO, **_SEARCHED}, "steps": 3}},
 }
+_STOCK_GIB = 0.00084
+_CHOSEN = {"schedule": "auto"}
+_CHOICES: dict[str, Any] = {
+    **{
+        f"auto, {part}": {
+            "case": {
+                "stages": 4,
+                "config": {"evenpipe": {**_CHOSEN, "memory_gib": part * _STOCK_GIB}},
+                "steps": 5,
+            },
+            "changes": 4,
+        }
+        for part in (0.9, 0.7)
+    },
+    "auto, as given": {
+        "case": {"stages": 4, "config": {"evenpipe": {**_CHOSEN, "memory_gib": 1}}, "steps": 5},
+        "choices": ["1f1b with BPipe", "kfkb in groups of 2"],
+        "changes": 4,
+    },
+    "auto, resumed": {"case": {"stages": 2, "config": {**_ZERO, "evenpipe": {**_CHOSEN, "memory_gib": 1}}, "steps": 3}},
+    "auto, nothing fits": {
+        "case": {"stages": 4, "config": {"evenpipe": {**_CHOSEN, "memory_gib": 0.0005}}},
+        "said": True,
+    },
+}
 _CUT = {**_AUTO, "micro_batch_size": "auto"}
 _FEW = {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1}}
 _SIZES = {
@@ -63,8 +89,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All runs, in one job of four processes: two replicas where there are two stages."""
     folder: Path = tmp_path_factory.mktemp("adaptive")
     _SEARCHES["searched, resumed"]["folder"] = str(folder / "searched")
+    _CHOICES["auto, resumed"]["folder"] = str(folder / "auto")
     resumed = {"resumed": {**_RESUMED, "folder": str(folder / "checkpoint")}}
-    given = [_GROUPS, _DIFFERENT, _SIZES, _ENDED, resumed, _SEARCHES]
+    given = [_GROUPS, _DIFFERENT, _SIZES, _ENDED, resumed, _SEARCHES, _CHOICES]
     found, said = run_cases("train_adaptive.py", [run for runs in given for run in runs.values()], folder)
     names = [
         *_GROUPS,
@@ -73,6 +100,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         *_ENDED,
         "resumed",
         *_SEARCHES,
+        *_CHOICES,
     ]
     return dict(zip(names, found, strict=True)) | {"said": said}
 
@@ -176,3 +204,54 @@ def test_a_resumed_run_trains_by_the_order_that_was_saved(results: dict[str, Any
         assert rank["resumed"]["client_state"]["mine"] == 7
         assert "evenpipe_searched" not in rank["resumed"]["client_state"]
     assert "evenpipe: searched: trains by the order that was saved" in results["said"]
+
+
+def test_a_choice_may_evict_to_partners(results: dict[str, Any]) -> None:
+    """Both numbers of micro-batches, one after the other."""
+    for rank, of_stock in zip(results["auto, as given"], results["stock"], strict=True):
+        orders = rank["changed"]["state"]["orders"]
+        assert [Schedule.parse(order).name for order in orders] == ["1f1b", "kfkb"]
+        assert [any(Schedule.parse(order).evictions) for order in orders] == [True, False]
+        for ours, stock in ((rank, of_stock), (rank["changed"], of_stock["changed"])):
+            assert ours["losses"] == stock["losses"]
+            assert ours["weights"] == stock["weights"]
+        assert rank["left"] == 0
+    assert "auto: 8 micro-batches: 1f1b with BPipe: " in results["said"]
+
+
+@pytest.mark.parametrize("part", [0.9, 0.7])
+def test_a_schedule_is_chosen_that_fits_and_trains_to_the_bits_of_the_stock_engine(
+    results: dict[str, Any], part: float
+) -> None:
+    """Less than stock needs; more than half of that are weights and optimizer, in these runs."""
+    found = results[f"auto, {part}"]
+    state = found[0]["state"]
+    assert len(state["orders"]) == 1
+    for rank, of_stock in zip(found, results["stock"], strict=True):
+        assert rank["engine"] == "ChoosingEngine"
+        assert rank["state"] == state
+        for ours, stock in ((rank, of_stock), (rank["changed"], of_stock["changed"])):
+            assert ours["losses"] == stock["losses"]
+            assert ours["weights"] == stock["weights"]
+        assert rank["left"] == 0
+        assert rank["peak_bytes"] <= 1.02 * state["costs"]["memory_bytes"][rank["stage"]]
+    assert re.search(
+        r"evenpipe: auto: 8 micro-batches: [^:]+: [\d.]+ ms an iteration, [\d.]+ MiB on stage \d, of", results["said"]
+    )
+
+
+def test_a_resumed_run_keeps_its_schedule(results: dict[str, Any]) -> None:
+    for rank in results["auto, resumed"]:
+        assert rank["loaded"] == {name: value for name, value in rank["state"].items() if name != "settings"}
+        assert rank["resumed"]["state"]["orders"] == rank["state"]["orders"]
+        assert "evenpipe_auto" not in rank["resumed"]["client_state"]
+    assert "evenpipe: auto: trains by the schedule that was chosen" in results["said"]
+
+
+def test_memory_that_holds_no_schedule_ends_the_job(results: dict[str, Any]) -> None:
+    for rank in results["auto, nothing fits"]:
+        assert re.fullmatch(
+            r"evenpipe.memory_gib: 0.0005: no schedule fits: stage \d holds .* for one micro-batch: give at least "
+            r"0.0\d+ GiB, or use PipelineModule\(activation_checkpoint_interval=1\), .*",
+            rank["said"],
+        )

@@ -1,14 +1,15 @@
 """Trains as train_tiny does, with groups that are tuned: several cases in one job.
 
 A case is {"case": {..}}, and as wanted "turns" ((k, b) to be decided for, one batch after the other), "loader" (the
-engine reads the data itself), "changes" (the micro-batches of later batches), "said" (the job ends with a line) and
-"folder" (where a checkpoint goes; a second engine then goes on from it).
+engine reads the data itself), "choices" (the schedules to be chosen, by their names), "changes" (the micro-batches of
+later batches), "said" (the job ends with a line) and "folder" (where a checkpoint goes; a second engine then goes on
+from it).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
@@ -17,13 +18,15 @@ from typing import Any
 from train_tiny import MICRO_BATCH, Case, digest, engine_of, run
 
 from evenpipe.planner.grouped import Candidate
+from evenpipe.tuner import choosing
 from evenpipe.tuner.searching import SearchLoop
 from evenpipe.tuner.tuner import Tuner
 
 
 def train(given: dict[str, Any]) -> dict[str, Any]:
     case = Case(**given["case"])
-    with _deciding_for([tuple(turn) for turn in given.get("turns", ())]):
+    turns = [tuple(turn) for turn in given.get("turns", ())]
+    with _deciding_for(turns), _choosing(given.get("choices", ())):
         engine, data = engine_of(case)
         if given.get("loader"):
             engine.data_iterator, data = data, None
@@ -47,13 +50,13 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _said(engine: Any, data: Any) -> str:
-    """What the job would end with."""
-    from evenpipe.deepspeed import adaptive as module
-
+    """What the job would end with, once it has looked at two batches at most."""
+    module: Any = sys.modules[type(engine).__module__]
     ending = module.end_job
     module.end_job = sys.exit
     try:
-        engine.train_batch(data)
+        for _ in range(2):
+            engine.train_batch(data)
     except SystemExit as ended:
         return str(ended)
     finally:
@@ -120,6 +123,25 @@ def _deciding_for(turns: list[tuple[int, int]]) -> Iterator[None]:
         yield
     finally:
         Tuner.decide = decide  # type: ignore[method-assign]
+
+
+@contextmanager
+def _choosing(names: Sequence[str]) -> Iterator[None]:
+    """Likewise these schedules are chosen."""
+    choose, wanted = choosing.choose, cycle(names)
+
+    def choose_as_given(*args: Any) -> tuple[choosing.Option, list[choosing.Option]]:
+        chosen, others = choose(*args)
+        name = next(wanted)
+        taken = next(one for one in (chosen, *others) if one.name == name)
+        return taken, [one for one in (chosen, *others) if one is not taken]
+
+    if names:
+        choosing.choose = choose_as_given  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        choosing.choose = choose
 
 
 if __name__ == "__main__":

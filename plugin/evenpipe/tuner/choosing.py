@@ -45,7 +45,7 @@ __all__ = ["ChoiceLoop", "Option", "choose", "options"]
 
 #: Megatron's and DeepSpeed's own orders.
 _STOCK: Final = frozenset(("1f1b", "interleaved"))
-#: A schedule that is not faster than by this is not worth another order than the stock one.
+#: Schedules of times that differ by less are equally fast.
 _TIE: Final = 0.02
 #: Larger groups keep more messages than a stage has room for beside what it saves.
 _GROUPS: Final = (2, 3, 4)
@@ -92,6 +92,8 @@ def options(
                         spec.name + (f" in groups of {group}" if group > 1 else "") + (" with BPipe" if bpipe else "")
                     )
                     program = build(spec, wanted, bpipe, queues)
+                    if bpipe and not any(program.schedule.evictions):
+                        continue
                     if halves:
                         rows = tuple(tuple(halved(row, 0)) for row in program.schedule.actions)
                         program = verify(replace(program.schedule, actions=rows), bpipe, queues)
@@ -108,8 +110,8 @@ def choose(
 ) -> tuple[Option, list[Option]]:
     """Return the fastest schedule that fits, and all others, also those that do not fit, the fastest first.
 
-    A tie within 2 % goes to the stock order. An order is searched only if it could be faster than that. Raises
-    ScheduleError where nothing fits.
+    A tie within 2 % goes to the stock order, or else to what saves least. An order is searched only if it could be
+    faster than that. Raises ScheduleError where nothing fits.
     """
     known = list(options(costs, size, queues, byte_ms, halves))
     limit_ms = Problem.of(costs, size.stages, size.micro_batches).limit_ms
@@ -125,8 +127,8 @@ def choose(
     fitting = [one for one in known if one.fits(costs)]
     if not fitting:
         raise ScheduleError("no schedule fits, not even one that is searched: give more memory")
-    near = (one for one in fitting if one.is_stock and one.batch_ms <= (1 + _TIE) * fitting[0].batch_ms)
-    chosen = next(near, fitting[0])
+    near = (one for one in fitting if one.batch_ms <= (1 + _TIE) * fitting[0].batch_ms)
+    chosen = min(near, key=lambda one: (not one.is_stock, max(one.saved_bytes)))
     return chosen, [one for one in known if one is not chosen]
 
 

@@ -1,0 +1,131 @@
+"""Which schedule is chosen for given times, bytes and memory, and what is said of it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenpipe.schedule import Schedule, ScheduleError, Size, verify
+from evenpipe.schedule.search.costs import Part, RunCosts
+from evenpipe.schedule.search.search import Effort
+from evenpipe.simulate.costs import Costs
+from evenpipe.simulate.simulator import simulate
+from evenpipe.tuner.choosing import ChoiceLoop, choose, options
+from evenpipe.tuner.part_watch import PartWatch
+
+QUICK = Effort(seconds=0.0, samples=1)
+SAVED = 100
+
+
+def costs(cap, stages=4, vee=False, message_ms=0.0, weight_ms=10.0):
+    part = Part(
+        forward_ms=10,
+        input_gradient_ms=10,
+        weight_gradient_ms=weight_ms,
+        saved_bytes=SAVED,
+        freed_by_input_gradient_bytes=SAVED // 2,
+    )
+    return RunCosts(
+        format="evenpipe.costs/1",
+        placement="vee" if vee else "straight",
+        parts=[part] * (2 * stages if vee else stages),
+        message_ms=message_ms,
+        memory_bytes=[cap] * stages,
+    )
+
+
+def test_all_that_a_placement_takes_is_weighed():
+    straight = {one.name for one in options(costs(0), Size(4, 8), byte_ms=0.01)}
+    assert straight == {
+        *("1f1b", "1f1b with BPipe", "gpipe", "zb-h1", "zb-h2", "kfkb in groups of 2 with BPipe"),
+        *(f"kfkb in groups of {k}" for k in (2, 3, 4)),
+    }
+    assert not any("BPipe" in one.name for one in options(costs(0), Size(4, 8)))
+    in_a_v = {one.name for one in options(costs(0, vee=True), Size(4, 8, 2))}
+    assert in_a_v == {"v-half", "v-min", "zbv", "dualpipev"}
+
+
+def test_bytes_are_those_of_the_most_micro_batches_that_a_stage_holds_its_guests_too():
+    held = {one.name: one.saved_bytes for one in options(costs(0), Size(4, 8), byte_ms=0.001)}
+    assert held["1f1b"] == (400, 300, 200, 100)
+    assert max(held["1f1b with BPipe"]) == 300
+    assert held["gpipe"] == (800,) * 4
+
+
+def test_a_stock_order_that_is_as_fast_is_kept():
+    """Many micro-batches leave little of a bubble, so that nothing is faster by 2 %."""
+    chosen, others = choose(costs(10_000, stages=2), Size(2, 64), effort=QUICK)
+    assert chosen.name == "1f1b"
+    assert min(one.batch_ms for one in others) < chosen.batch_ms
+
+
+@pytest.mark.parametrize(("cap", "fits"), [(10_000, "zb-h1"), (320, "1f1b with BPipe")])
+def test_less_memory_takes_another_schedule(cap, fits):
+    chosen, others = choose(costs(cap), Size(4, 8), byte_ms=1e-4, effort=QUICK)
+    assert max(chosen.saved_bytes) <= cap
+    weighed = {one.name: one for one in (chosen, *others)}
+    assert weighed[fits].fits(costs(cap))
+    assert chosen.batch_ms <= 1.02 * weighed[fits].batch_ms
+
+
+def test_slow_partners_do_not_get_bpipe():
+    chosen, others = choose(costs(320), Size(4, 8), byte_ms=10.0, effort=QUICK)
+    assert "BPipe" not in chosen.name
+    assert any(one.name == "1f1b with BPipe" and one.fits(costs(320)) for one in others)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    stages=st.integers(2, 4),
+    micro_batches=st.integers(2, 8),
+    cap=st.integers(SAVED, 10 * SAVED),
+    vee=st.booleans(),
+    message_ms=st.sampled_from([0.0, 3.0]),
+)
+def test_what_is_chosen_fits_and_nothing_that_fits_is_faster_by_more_than_a_tie(
+    stages, micro_batches, cap, vee, message_ms
+):
+    given_costs = costs(2 * cap if vee else cap, stages, vee, message_ms)
+    size = Size(stages, micro_batches, 2 if vee else 1)
+    chosen, others = choose(given_costs, size, byte_ms=0.01, effort=QUICK)
+    assert chosen.fits(given_costs)
+    assert all(chosen.batch_ms <= 1.02 * one.batch_ms for one in others if one.fits(given_costs))
+    # What other ranks are sent is the same program.
+    schedule = Schedule.parse(str(chosen.program.schedule))
+    sent = verify(schedule, any(schedule.evictions))
+    if "BPipe" not in chosen.name:
+        assert simulate(sent, Costs.of_parts(given_costs, schedule)).makespan_ms == pytest.approx(chosen.batch_ms)
+
+
+def test_halves_of_backwards_are_put_together_where_layers_leave_a_second_one():
+    for one in options(costs(0), Size(4, 8), byte_ms=0.01, halves=True):
+        assert "B" not in {action.kind for row in one.program.schedule.actions for action in row}
+
+
+def test_memory_that_holds_no_micro_batch_raises_with_what_is_needed():
+    loop = ChoiceLoop(PartWatch())
+    loop.remedy = ", or more stages"
+    loop._limit_bytes = 3 * 2**30
+    parts = [Part(forward_ms=1, input_gradient_ms=1, weight_gradient_ms=1, saved_bytes=2**30)] * 2
+    places = costs(0, stages=2).places(2)
+    loop._check_room(parts, places, [2**30, 2**31])
+    with pytest.raises(ScheduleError, match=r"^no schedule fits: stage 0 .* 1,024\.0 MiB for .* 3.5 GiB, or more st"):
+        loop._check_room(parts, places, [2**29, 2**31])
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_batches_that_are_looked_at_hold_one_micro_batch_at_a_time(chunks):
+    program = ChoiceLoop(PartWatch()).program(Size(4, 8, chunks), "many")
+    assert program.schedule.peak_live == (chunks,) * 4
+
+
+def test_a_choice_is_kept_when_a_run_goes_on():
+    loop, size = ChoiceLoop(PartWatch()), Size(4, 8)
+    loop.costs, loop._byte_ms = costs(320), 1e-4
+    schedule, said = loop._find(loop.costs, size, "many")
+    assert said.startswith("8 micro-batches: ")
+    loop._found[8] = schedule
+    other = ChoiceLoop(PartWatch())
+    other.load_state_dict(loop.state_dict())
+    other.begin(1_000_000, size)
+    assert not other.weighs
+    assert str(other.program(size, "many").schedule) == str(schedule)
