@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from evenpipe.runtime.executor import Executor, Flow
 from evenpipe.runtime.host_memory import Block, HostLink, Passage
+from evenpipe.runtime.host_swaps import HostSwaps
 from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.store import ActivationStore
@@ -32,12 +33,16 @@ __all__ = ["Case", "Result", "gradients_of", "keeper_cases", "seen_by_sanitizer"
 
 
 class Case(NamedTuple):
-    """One run: `made` gives the module at each position in the model; with `keeping`, stages swap and compute again."""
+    """One run: `made` gives the module at each position in the model.
+
+    With `keeping`, stages swap and compute again; with `swap` they swap a share of what they save.
+    """
 
     program: Program
     made: Callable[[int], nn.Module]
     boundary: Tensor
     keeping: Any = None
+    swap: float | None = None
 
 
 def _given(case: Case, micro_batch: int) -> Tensor:
@@ -91,6 +96,8 @@ def gradients_of(case: Case, loops: Loops, sanitized: bool = False) -> Result:
         if case.keeping is not None:
             executor.keeper = part.keeper = Keeper(executor.store, device, _LateHostLink(device))
             part.keeping = case.keeping
+        if case.swap is not None:
+            executor.swaps = HostSwaps(executor.store, device, case.swap, _LateHostLink(device))
         executor.run(case.program, part)
         executor.store.assert_empty()
         lasting.update(executor.store.lasting_bytes)
@@ -154,7 +161,11 @@ def _poisoned() -> Iterator[None]:
 
     def shipping(store: ActivationStore, key: Any) -> Any:
         recording = store._recordings.get(key)
-        sizes = [saved.nbytes for one in (recording.sealed if recording else ()) if (saved := one()) is not None]
+        sizes = [
+            saved.nbytes
+            for one in (recording.departures["partner"].sealed if recording else ())
+            if (saved := one()) is not None
+        ]
         message = ship(store, key)
         for nbytes in sizes:
             torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=store._device)
