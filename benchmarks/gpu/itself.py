@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evenpipe.runtime.communicators import communicator_bytes, ctas
-from evenpipe.schedule import EVICT, Program, Size, build, find, names
+from evenpipe.schedule import EVICT, GAINING, Program, Size, build, find, names
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.transformer import initialised_piece
 
@@ -144,6 +144,11 @@ def _swaps(rank: Rank, compared: _Compared) -> None:
                 what = f"{name}{' with BPipe' * bpipe}, swapped{' and computed again' if way == 'kept' else ''}"
                 made = lambda position: cases.Block(position).to(rank.device)  # noqa: E731
                 compared(what, Case(program, made, boundary, cases.WAYS[way]))
+    for name, bpipe in (("1f1b", False), ("1f1b", True), ("gpipe", False), ("zb-h1", False)):
+        program = build(name, Size(STAGES, MICRO_BATCHES), bpipe, swaps=GAINING)
+        compared(
+            f"{name}{' with BPipe' * bpipe}, a share swapped", Case(program, _layers(rank), _boundary(rank), swap=0.9)
+        )
 
 
 def _sanitizer(rank: Rank, compared: _Compared) -> None:

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from evenpipe.runtime.executor import Executor, Flow
 from evenpipe.runtime.host_memory import Block, HostLink, Passage
+from evenpipe.runtime.host_swaps import HostSwaps
 from evenpipe.runtime.recompute_swap import Keeper
+from evenpipe.runtime.saved import Destination
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import EVICT, RETURN, Action, Program
@@ -32,12 +34,16 @@ __all__ = ["Case", "Result", "gradients_of", "keeper_cases", "seen_by_sanitizer"
 
 
 class Case(NamedTuple):
-    """One run: `made` gives the module at each position in the model; with `keeping`, stages swap and compute again."""
+    """One run: `made` gives the module at each position in the model.
+
+    With `keeping`, stages swap and compute again; with `swap` they swap a share of what they save.
+    """
 
     program: Program
     made: Callable[[int], nn.Module]
     boundary: Tensor
     keeping: Any = None
+    swap: float | None = None
 
 
 def _given(case: Case, micro_batch: int) -> Tensor:
@@ -91,6 +97,8 @@ def gradients_of(case: Case, loops: Loops, sanitized: bool = False) -> Result:
         if case.keeping is not None:
             executor.keeper = part.keeper = Keeper(executor.store, device, _LateHostLink(device))
             part.keeping = case.keeping
+        if case.swap is not None:
+            executor.swaps = HostSwaps(executor.store, device, case.swap, _LateHostLink(device))
         executor.run(case.program, part)
         executor.store.assert_empty()
         lasting.update(executor.store.lasting_bytes)
@@ -135,7 +143,8 @@ def _poisoned() -> Iterator[None]:
 
     What has been packed is free at once: memory like it is taken, filled and let go of.
     """
-    let_go, complete, ship = Flow.let_go, Flow.complete, ActivationStore.ship
+    let_go, complete = Flow.let_go, Flow.complete
+    ship, release = ActivationStore.ship, ActivationStore.release
 
     def completing(flow: Flow, message: Any) -> None:
         flow.completes = True  # type: ignore[attr-defined]
@@ -152,18 +161,29 @@ def _poisoned() -> Iterator[None]:
                 slot.buffer.fill_(0xFF)
         return vacated
 
-    def shipping(store: ActivationStore, key: Any) -> Any:
+    def shipping(store: ActivationStore, key: Any, to: Destination = "partner") -> Any:
         recording = store._recordings.get(key)
-        sizes = [saved.nbytes for one in (recording.sealed if recording else ()) if (saved := one()) is not None]
-        message = ship(store, key)
+        sizes = [
+            saved.nbytes
+            for one in (recording.departures[to].sealed if recording else ())
+            if (saved := one()) is not None
+        ]
+        message = ship(store, key, to)
         for nbytes in sizes:
             torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=store._device)
         return message
+
+    def releasing(store: ActivationStore, key: Any, to: Destination = "partner") -> Any:
+        vacated = release(store, key, to)
+        for storage in vacated if to == "host" else ():
+            storage.fill_(0xFF)  # type: ignore[attr-defined]
+        return vacated
 
     with (
         patch.object(Flow, "complete", completing),
         patch.object(Flow, "let_go", letting_go),
         patch.object(ActivationStore, "ship", shipping),
+        patch.object(ActivationStore, "release", releasing),
     ):
         yield
 

@@ -21,7 +21,7 @@ from evenpipe.planner.flag_needs import Given, without_effect
 from evenpipe.planner.run import EstimateError
 from evenpipe.recipes.surroundings import expandable, in_megatron, smallest_cluster
 from evenpipe.settings.config import EvenPipeConfig
-from evenpipe.settings.spelling import in_flags
+from evenpipe.settings.spelling import FLAGS, in_flags
 
 __all__ = ["estimated"]
 
@@ -65,7 +65,8 @@ def _print(
     size = config.group_size
     if size == "auto":
         notes = [*notes, "--group-size auto: chosen while training: this is for 1"]
-    notes = [*notes, *(f"{one}: what it changes is not in this estimate" for one in _unread(args))]
+    unread = [*_unread(args), *([FLAGS.mention("swap", config.swap)] if config.swap is not None else [])]
+    notes = [*notes, *(f"{one}: what it changes is not in this estimate" for one in unread)]
     pipelined = Pipelined(config.schedule if config.active else None, config.bpipe, 1 if size == "auto" else size)
     if config.active and config.schedule is None:
         pipelined = pipelined._replace(schedule="1f1b")

@@ -299,7 +299,9 @@ def described_by(
         pipelined = Pipelined(settings.schedule or "1f1b", settings.bpipe, group)
     run = run_of(args, pipelined, layout, expandable)
     names = {word.removeprefix("--").partition("=")[0] for word in left if word.startswith("--")}
-    ignored = without_effect(Given(names, Values(args), of, run))
+    ignored = [*without_effect(Given(names, Values(args), of, run))]
+    if settings.swap is not None:
+        ignored.append(f"{FLAGS.mention('swap', settings.swap)}: what it changes is not in this estimate")
     return Described(of, run, settings, [word for word in unread if word.startswith("--")], ignored)
 
 

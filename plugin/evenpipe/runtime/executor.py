@@ -10,6 +10,7 @@ from torch import Tensor, UntypedStorage
 
 from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.forward_only import forward_only
+from evenpipe.runtime.host_memory import Passage
 from evenpipe.runtime.host_swaps import HostSwaps
 from evenpipe.runtime.memory import Slot, SlotPool, aligned_bytes
 from evenpipe.runtime.resources import Observer, Resources
@@ -205,6 +206,7 @@ class Flow:
         self.keeper, self.swaps = resources.keeper, resources.swaps_in(program)
         if self.swaps is not None:
             self.swaps.most_whole = most_whole(program.schedule.actions[resources.stage_index])
+            self.swaps.wait = self.wait
         self.records = resources.records(program)
         self.slots_needed = _most_accepted(program.steps[resources.stage_index])
         self.under_way: dict[Message, Transfer] = {}
@@ -408,8 +410,8 @@ class Flow:
         watch.wait(transfer)
         waited(message, message in self.received, watch.total_ms())
 
-    def wait(self, transfer: Transfer) -> None:
-        """Wait for what is moved between partners; the time counts where it is measured."""
+    def wait(self, transfer: Transfer | Passage) -> None:
+        """Wait for what is moved to a partner or host, or from there; the time counts where it is measured."""
         if self.resources.measure:
             self.resources.exposed.wait(transfer)
         else:

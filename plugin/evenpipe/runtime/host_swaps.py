@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -16,7 +16,8 @@ class HostSwaps:
     """Moves storages of each micro-batch to the host after its forward, and back before its backward.
 
     `share`: the most that goes there, of all bytes that a micro-batch saves; `ActivationStore.seal` chooses storages.
-    `most_whole`: so many micro-batches are here as a whole at most, if a wait for the host can have that.
+    `most_whole`: so many micro-batches are here as a whole at most, if a wait for the host can have that. `wait`: waits
+    for a copy while a batch is carried out.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class HostSwaps:
         self.share = share
         self.link = link if link is not None else HostLink(device)
         self.most_whole = 1
+        self.wait: Callable[[Passage], None] = Passage.wait
         self._reached = 1.0
         self._store = store
         self._leaving: dict[Hashable, list[Passage]] = {}  # oldest first
@@ -57,7 +59,7 @@ class HostSwaps:
     def ready(self, unit: Hashable) -> None:
         """Wait until it is back, and put it where it belongs."""
         for passage in self._arriving.pop(unit, ()):
-            passage.wait()
+            self.wait(passage)
         self._store.unpack(unit, "host")
 
     def line(self, stage: int) -> str:
@@ -77,6 +79,6 @@ class HostSwaps:
     def _gone(self, unit: Hashable) -> None:
         passages = self._leaving.pop(unit)
         for passage in passages:
-            passage.wait()
+            self.wait(passage)
         self._store.release(unit, "host")
         self._on_host[unit] = [passage.target for passage in passages]

@@ -13,6 +13,7 @@ from torch import Tensor
 from evenpipe.runtime import streams
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import Connections
+from evenpipe.runtime.host_memory import Passage
 from evenpipe.schedule import Action
 
 __all__ = [
@@ -91,7 +92,7 @@ class Stopwatch:
         yield
         self._stretches.append((start, self._clock.mark()))
 
-    def wait(self, transfer: Transfer) -> None:
+    def wait(self, transfer: Transfer | Passage) -> None:
         """Wait for `transfer`, and count the time."""
         with self.running():
             transfer.wait()
