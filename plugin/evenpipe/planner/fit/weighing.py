@@ -91,9 +91,14 @@ class Weighing:
         parts = profile.parts(run.stages, run.chunks, run.layout)
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
         message, device = message_bytes_of(self.model, run), self.cluster.device
-        nbytes = max(
-            least_bytes(parts, way.where, stage, way.live[stage], 2 if stream else 1, run, message, device)
-            for stage in unlike(parts, way.where)
+        away = bool(run.offload_modules or run.optimizer_offload)  # less is kept than these bounds count
+        nbytes = (
+            0
+            if away
+            else max(
+                least_bytes(parts, way.where, stage, way.live[stage], 2 if stream else 1, run, message, device)
+                for stage in unlike(parts, way.where)
+            )
         )
         if nbytes > self.have:
             return 0.0, nbytes
