@@ -59,6 +59,7 @@ def runs(draw: st.DrawFn) -> Run:
     sharded = draw(st.booleans())
     overlap = draw(st.booleans())
     names = ("1f1b", "kfkb", "zb-h1") if v == 1 else ("interleaved", *["zbv"] * (v == 2))
+    host = sharded and draw(st.booleans())
     schedule = draw(st.sampled_from(names)) if p > 1 else "1f1b"
     own = p > 1 and (schedule in ("kfkb", "zb-h1", "zbv") or draw(st.booleans()))
     new = replace(
@@ -78,7 +79,9 @@ def runs(draw: st.DrawFn) -> Run:
         overlap_gradients=overlap,
         overlap_parameters=overlap and sharded,
         gradients_in_fp32=draw(st.booleans()),
-        moment_bytes=2 if sharded and draw(st.booleans()) else 4,
+        moment_bytes=2 if sharded and not host and draw(st.booleans()) else 4,
+        optimizer_offload=draw(st.sampled_from((0.5, 1.0))) if host else 0.0,
+        offload_modules=() if own else draw(st.sampled_from(((), ("core_attn", "attn_proj")))),
         expandable_segments=draw(st.booleans()),
         schedule=schedule,
         group_size=2 if schedule == "kfkb" else 1,

@@ -37,7 +37,14 @@ _TOGETHER: Final = (
         "recompute-activations",
     ),
     ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32"),
-    ("use-precision-aware-optimizer", "exp-avg-dtype", "exp-avg-sq-dtype"),
+    (
+        *("use-precision-aware-optimizer", "exp-avg-dtype", "exp-avg-sq-dtype"),
+        *("optimizer-cpu-offload", "optimizer-offload-fraction"),
+    ),
+    (
+        *("fine-grained-activation-offloading", "offload-modules", "activation-offload-fraction"),
+        "delta-offload-bytes-across-pp-ranks",
+    ),
     (
         *("evenpipe-schedule", "group-size", "bpipe", "evenpipe-group-size", "evenpipe-bpipe"),
         *("no-bpipe", "no-evenpipe-bpipe"),

@@ -15,6 +15,10 @@ def starts(run: Run) -> bool:
             run.tensor > 1 or not run.user_buffers,
             run.sharded_optimizer or (run.moment_bytes >= 4 and not run.overlap_parameters),
             run.overlap_gradients or not run.overlap_parameters,
+            # An optimizer on the host has moments in fp32, and asks for the precision-aware one, which is sharded.
+            not run.optimizer_offload or (bool(run.sharded_optimizer) and run.moment_bytes >= 4),
+            # EvenPipe's schedules do not start the offloading anew after each batch.
+            not run.offload_modules or run.blocking != (),
             run.context == 1 or run.attention == "flash",
             run.expert == 1 or run.tensor == 1 or run.sequence_parallel,
             not run.overlap_experts or _hides_experts(run),

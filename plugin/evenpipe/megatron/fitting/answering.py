@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
@@ -14,7 +14,7 @@ from evenpipe.megatron.fitting.source import FitError, Source, kept, option, sou
 from evenpipe.planner.arguments import parse_flags
 from evenpipe.planner.descriptions import framework
 from evenpipe.planner.fit.answers import Answers, Asked, answers, by_evenpipe
-from evenpipe.planner.fit.moves import NARROWER, Aspect, changed, modules_of
+from evenpipe.planner.fit.moves import NARROWER, Aspect, changed, modules_of, offloadable
 from evenpipe.planner.fit.weighing import Weighing
 from evenpipe.planner.run import EstimateError, Module, Run
 from evenpipe.planner.search.question import Engine
@@ -41,7 +41,7 @@ TITLES: Final = MappingProxyType(
     }
 )
 #: Aspects whose changes leave every bit of losses and weights as it was.
-_SAME_BITS: Final = frozenset(("allocator", "overlap", "recompute", "schedule"))
+_SAME_BITS: Final = frozenset(("allocator", "offload", "overlap", "recompute", "schedule"))
 _GIB: Final = 2**30
 
 
@@ -140,7 +140,8 @@ def _asked(source: Source, keep: frozenset[Aspect]) -> tuple[Asked, list[str]]:
     local = option(line.flags, "--transformer-impl") == "local"
     modules: tuple[Module, ...] = ("core_attn",) if local else modules_of(model, run, grouped)
     engine = Engine("Megatron", ENGINES["evenpipe"].offers)
-    return Asked(weighing, run, engine, keep, flags, modules, schedules, bpipe), notes
+    offloaded = () if local or run.sharding else offloadable(model, run)
+    return Asked(weighing, run, engine, keep, flags, modules, schedules, bpipe, offloaded), notes
 
 
 def _answers(found: Answers, source: Source, run: Run) -> list[Answer]:
@@ -166,7 +167,7 @@ def _answer(one: Planned, names: list[str], source: Source, run: Run) -> Answer:
         iteration_ms=one.estimate.iteration_ms,
         tokens_per_second_per_gpu=one.estimate.tokens_per_second,
         uncertainty=one.estimate.uncertainty._asdict(),
-        warnings=[line for line in map(in_megatron, one.estimate.warnings) if line.startswith("memory pressure")],
+        warnings=[*_warnings(one)],
         loss=_loss(source, run, one.run),
         added=[word for word in after if word not in before],
         removed=[word for word in before if word not in after],
@@ -175,6 +176,12 @@ def _answer(one: Planned, names: list[str], source: Source, run: Run) -> Answer:
         environment=dict(word.split("=", 1) for word in line.before if "=" in word and word not in source.line.before),
         evenpipe=_evenpipe(one.run) if by_evenpipe(one.run) else {},
     )
+
+
+def _warnings(one: Planned) -> Iterator[str]:
+    yield from (line for line in map(in_megatron, one.estimate.warnings) if line.startswith("memory pressure"))
+    if one.run.offload_modules and one.run.offload_fraction < 1:
+        yield "--activation-offload-fraction: needs Megatron-LM 0.19; left out, all goes to the host"
 
 
 def _words(line: Line) -> list[str]:

@@ -60,13 +60,13 @@ class Source:
         for refusal in refused_settings(self.given, False):
             return (), False, [f"without EvenPipe's schedules: {refusal.setting} {refusal.reason}"]
         bpipe = not any(refused_settings(self.given, True))
+        vees = not self.bridge and not any(refused_in_a_v(self.given))
         if run.overlap_experts:
-            return ("1f1b", "interleaved"), bpipe, []
+            return ("1f1b", "interleaved", *["dualpipev"] * vees), bpipe, []
         if self.bridge:  # which makes chunks, and layers with whole backwards, itself
             return ("1f1b", "interleaved", "kfkb"), bpipe, []
         halves = not any(refused_settings(self.given, False, True))
-        vees = halves and not any(refused_in_a_v(self.given))
-        return ("1f1b", "interleaved", "kfkb", *["zb-h1"] * halves, *["v-half", "zbv"] * vees), bpipe, []
+        return ("1f1b", "interleaved", "kfkb", *["zb-h1"] * halves, *["v-half", "zbv"] * (halves and vees)), bpipe, []
 
 
 def kept(names: Iterable[str]) -> frozenset[Aspect]:

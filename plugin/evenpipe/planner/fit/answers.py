@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from evenpipe.planner.fit.moves import ASPECTS, NARROWER, Aspect, alternatives, changed, with_aspect
 from evenpipe.planner.fit.weighing import Weighing
-from evenpipe.planner.run import EstimateError, Module, Run
+from evenpipe.planner.run import EstimateError, Module, OffloadModule, Run
 from evenpipe.planner.search.question import Engine, Question
 from evenpipe.planner.search.search import EQUAL, Planned, preference, search
 
@@ -18,6 +18,8 @@ __all__ = ["Answers", "Asked", "answers", "by_evenpipe"]
 _STOCK: Final = ("1f1b", "interleaved")
 #: Aspects that say how a checkpoint's tensors are divided.
 _SIZES: Final[frozenset[Aspect]] = frozenset(("tensor", "pipeline", "context", "experts"))
+#: Aspects of what waits on the host.
+_ON_THE_HOST: Final[frozenset[Aspect]] = frozenset(("offload", "host"))
 _TOP: Final = 8
 #: Less than so much of the time is no step on the way to a faster run.
 _STEP: Final = 1.002
@@ -33,8 +35,8 @@ class Asked:
     """``run``: as it is, with the framework's defaults filled in. keep: what stays as it is.
 
     flags: how many flags of the run's command line another run changes. modules: what selective recomputation may carry
-    out again. schedules: EvenPipe's that go together with the run, ``bpipe`` whether BPipe does. step: is called with
-    what is looked for.
+    out again. schedules: EvenPipe's that go together with the run, ``bpipe`` whether BPipe does. offloaded: modules
+    whose inputs may wait on the host. step: is called with what is looked for.
     """
 
     weighing: Weighing
@@ -45,6 +47,7 @@ class Asked:
     modules: tuple[Module, ...]
     schedules: tuple[str, ...]
     bpipe: bool
+    offloaded: tuple[OffloadModule, ...] = ()
     step: Callable[[str], None] = lambda _: None
 
     def few(self, found: Iterable[Planned]) -> Planned | None:
@@ -55,9 +58,13 @@ class Asked:
         return min(near, key=lambda one: (self.flags(one.run), self.cost(one)), default=None)
 
     def cost(self, one: Planned) -> float:
-        """Return the milliseconds by which runs are compared: 2 % more where nearly no memory is left free."""
+        """Return the milliseconds by which runs are compared: 2 % more where nearly no memory is left free.
+
+        Also 2 % more for each new use of the host, since no published iteration says how far such an estimate is off.
+        """
         tight, _ = preference(one.run, one.most_bytes, self.weighing.have)
-        return _ms(one) * (EQUAL if tight else 1)
+        used = len(changed(self.run, one.run) & _ON_THE_HOST)
+        return _ms(one) * (EQUAL if tight else 1) * EQUAL**used
 
     def fastest(self, found: Iterable[Planned]) -> Planned | None:
         """Return the run with the least cost."""
@@ -130,7 +137,7 @@ def _some(*each: Planned | None) -> list[Planned]:
 
 
 def _moves(asked: Asked, run: Run, keep: frozenset[Aspect]) -> Iterator[tuple[Aspect, Run]]:
-    for aspect, one in alternatives(asked.weighing, run, asked.modules):
+    for aspect, one in alternatives(asked.weighing, run, asked.modules, asked.offloaded):
         if not changed(run, one) & keep:
             yield aspect, one
 

@@ -10,9 +10,19 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.fit.weighing import Weighing
-from evenpipe.planner.run import Module, Run
+from evenpipe.planner.run import Module, OffloadModule, Run
 
-__all__ = ["ASPECTS", "NARROWER", "SHORT", "Aspect", "alternatives", "changed", "modules_of", "with_aspect"]
+__all__ = [
+    "ASPECTS",
+    "NARROWER",
+    "SHORT",
+    "Aspect",
+    "alternatives",
+    "changed",
+    "modules_of",
+    "offloadable",
+    "with_aspect",
+]
 
 Aspect = Literal[
     "allocator",
@@ -29,6 +39,8 @@ Aspect = Literal[
     "placement",
     "gradients",
     "moments",
+    "offload",
+    "host",
 ]
 #: By aspect, the fields of Run that it is of.
 ASPECTS: Final[Mapping[Aspect, tuple[str, ...]]] = MappingProxyType(
@@ -47,6 +59,8 @@ ASPECTS: Final[Mapping[Aspect, tuple[str, ...]]] = MappingProxyType(
         "placement": ("placement",),
         "gradients": ("gradients_in_fp32",),
         "moments": ("moment_bytes",),
+        "offload": ("offload_modules", "offload_fraction", "offload_delta_bytes"),
+        "host": ("optimizer_offload",),
     }
 )
 #: Names of aspects as papers and `evenpipe plan` have them.
@@ -61,6 +75,8 @@ SHORT: Final[Mapping[str, Aspect]] = MappingProxyType(
         **{name: name for name in get_args(Aspect)},
     }
 )
+#: Shares of what could wait on the host; less than all needs Megatron-LM 0.19.
+_FRACTIONS: Final = (1.0, 0.5)
 #: Aspects whose changes have sums or moments in fewer bits.
 NARROWER: Final[frozenset[Aspect]] = frozenset(("gradients", "moments"))
 
@@ -79,10 +95,17 @@ def with_aspect(run: Run, of: Run, aspect: Aspect, gpus: int) -> Run:
     return _filled(replace(run, **{field: getattr(of, field) for field in ASPECTS[aspect]}), gpus)
 
 
-def alternatives(weighing: Weighing, run: Run, modules: tuple[Module, ...], near: bool = True) -> Alternatives:
+def alternatives(
+    weighing: Weighing,
+    run: Run,
+    modules: tuple[Module, ...],
+    offloaded: tuple[OffloadModule, ...] = (),
+    near: bool = True,
+) -> Alternatives:
     """Yield runs that are different in one aspect each, most of which cannot be or do not fit.
 
-    modules: what selective recomputation may carry out again. ``near``: sizes twice or half as large only.
+    modules: what selective recomputation may carry out again; ``offloaded``: whose inputs may wait on the host.
+    ``near``: sizes twice or half as large only.
     """
     model, gpus = weighing.model, weighing.cluster.gpus
     yield "allocator", replace(run, expandable_segments=True)
@@ -93,6 +116,12 @@ def alternatives(weighing: Weighing, run: Run, modules: tuple[Module, ...], near
         yield "gradients", replace(run, gradients_in_fp32=False)
     if run.sharded_optimizer and run.precision != "fp32":
         yield "moments", replace(run, moment_bytes=2)
+    if offloaded:
+        yield "offload", replace(run, offload_modules=(), offload_fraction=1.0, offload_delta_bytes=0)
+        for fraction in _FRACTIONS:
+            yield "offload", replace(run, offload_modules=offloaded, offload_fraction=fraction)
+    if run.sharded_optimizer and run.optimizer == "adam" and run.precision != "fp32":
+        yield from (("host", replace(run, optimizer_offload=share)) for share in (0.0, *_FRACTIONS))
     for chunks in range(1, min(8, max(1, model.layers // run.stages)) + 1) if run.stages > 1 else ():
         yield "layout", weighing.balanced(_chunked(run, chunks))
     for size in _sizes(run.micro_batch, near):
@@ -150,6 +179,13 @@ def modules_of(model: Model, run: Run, grouped: bool) -> tuple[Module, ...]:
         "shared_experts": experts and bool(model.experts and model.experts.shared_ffn),
     }
     return tuple(name for name, has in asked.items() if has)
+
+
+def offloadable(model: Model, run: Run) -> tuple[OffloadModule, ...]:
+    """Return the modules whose inputs Megatron can take to the host (``--offload-modules``), all that the model has."""
+    attention: tuple[OffloadModule, ...] = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+    experts: tuple[OffloadModule, ...] = ("expert_fc1", "moe_act")
+    return attention + (experts if model.experts is not None and not run.fused_experts else ())
 
 
 def _recomputing(model: Model, run: Run, modules: tuple[Module, ...]) -> Iterator[Run]:

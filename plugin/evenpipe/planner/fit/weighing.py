@@ -92,8 +92,9 @@ class Weighing:
         parts = profile.parts(run.stages, run.chunks, run.layout)
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
         message, device = message_bytes_of(self.model, run), self.cluster.device
+        away = bool(run.offload_modules or run.optimizer_offload)  # less is kept than these bounds count
         nbytes = 0
-        for stage in unlike(parts, way.where):
+        for stage in () if away else unlike(parts, way.where):
             own = [parts[n].chunk for n in way.where.at[stage]]
             held = stage_states(own, run, 2 if stream else 1, device.transposing)
             nbytes = max(nbytes, least_bytes(own, held, way.live[stage], split, run, message, device))
