@@ -16,11 +16,17 @@ __all__ = ["Iteration", "iterations"]
 
 
 class Iteration(NamedTuple):
-    """``error``: estimate over measurement, less 1; ``covered``: the measurement is as far off as the estimate says."""
+    """``error``: estimate over measurement, less 1; ``covered``: the measurement is as far off as the estimate says.
+
+    ``ms``: measured. ``asked``: the model, and how many GPUs and samples; ``run``: how they were divided.
+    """
 
     model: str
     error: float
     covered: bool
+    ms: float
+    asked: str
+    run: str
 
 
 @cache
@@ -32,7 +38,9 @@ def iterations() -> list[Iteration]:
         shown = estimate(_model(row), cluster(f"{int(row['gpus']) // 8}x8-a100-80gb"), _run(row))
         ratio, sure = float(row["ms"]) / shown.iteration_ms, shown.uncertainty
         covered = sure.has(ratio - 1)
-        found.append(Iteration(f"{row['billion']}B", 1 / ratio - 1, covered))
+        asked = f"{row['billion']}B, {row['gpus']} GPUs, B{row['B']}"
+        run = f"t{row['t']} d{row['d']} p{row['p']} b{row['b']}"
+        found.append(Iteration(f"{row['billion']}B", 1 / ratio - 1, covered, float(row["ms"]), asked, run))
     return found
 
 

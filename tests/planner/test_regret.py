@@ -1,4 +1,5 @@
-"""No published recipe is outside the space that is searched, and none is estimated to be faster than the plan."""
+"""No published recipe is outside the space that is searched, and none is estimated to be faster than the plan; and of
+published runs the planner chooses one that was measured to be among the fastest."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.published.recipes import Published, published
+from benchmarks.published.regret import choices
 from evenpipe.cli.plan import engine_of
 from evenpipe.planner.descriptions import framework
 from evenpipe.planner.run import Run
@@ -34,6 +36,18 @@ def asked_of(recipe: Published) -> Question:
     return Question(recipe.model, recipe.cluster, run.global_batch, engine_of(named), weighed(), named, kept)
 
 
+#: Questions where the planner's choice was measured to be slower than the fastest by more than 3 %; docs/planner.md.
+SLOWER = {"BPipe Table 7, gpt3-134b, no BPipe": 0.036, "vTrain, 18.4B, 256 GPUs, B1024": 0.045}
+
+
+def test_of_measured_runs_one_of_the_fastest_is_chosen() -> None:
+    """NVIDIA's, BPipe's and vTrain's: ``python -m benchmarks.published.regret`` prints each."""
+    found = choices()
+    assert len(found) == 13
+    assert sum(one.answers for one in found) == 175
+    assert {one.question: round(one.regret, 3) for one in found if one.regret > 0.03} == SLOWER
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_no_recipe_is_outside_the_space(recipe: Published) -> None:
     run = recipe.run
@@ -59,6 +73,6 @@ def test_the_plan_is_no_slower_than_a_recipe(recipe: Published) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_the_plan_is_no_slower_than_any_recipe(recipe: Published) -> None:
+def test_the_plan_is_no_slower_than_published_recipes(recipe: Published) -> None:
     """``-s`` prints each."""
     assert regret(recipe) <= EQUAL - 1

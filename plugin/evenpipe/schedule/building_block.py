@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from evenpipe.schedule.actions import FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Action, Kind, Unit
+from evenpipe.schedule.actions import FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Action, Kind
 from evenpipe.schedule.topology import Place, Places, vee
 
 __all__ = ["PERIOD", "Pass", "closed_up", "repeated"]
@@ -35,13 +35,16 @@ def repeated(block: Sequence[Pass], micro_batches: int) -> dict[int, Action]:
     Weight gradients take the first free slots after their input gradients. Passes are apart, modulo the period.
     """
     given = {one.at + PERIOD * i: Action(one.kind, i, one.chunk) for one in block for i in range(micro_batches)}
-    slots, pending, slot = dict[int, Action](), deque[Unit](), 0
+    slots, pending, slot = dict[int, Action](), deque[Action](), 0
     while len(slots) < PERIOD * micro_batches:
-        if slot in given:
-            slots[slot] = given[slot]
-            pending.extend([given[slot].unit] * (given[slot].kind == INPUT_GRADIENT))
+        action = given.get(slot)
+        if action is not None:
+            slots[slot] = action
+            if action.kind == INPUT_GRADIENT:
+                pending.append(action)
         elif pending:
-            slots[slot] = Action(WEIGHT_GRADIENT, *pending.popleft())
+            _, micro_batch, chunk, _ = pending.popleft()
+            slots[slot] = Action(WEIGHT_GRADIENT, micro_batch, chunk)
         slot += 1
     return slots
 
@@ -61,14 +64,16 @@ def closed_up(blocks: Sequence[Sequence[Pass]], micro_batches: int) -> list[list
         for place in places.order
         for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
     }
-    awaiting = {(place, kind): [slots[one] for one in _awaiting(places, place, kind)] for place, kind in slots}
+    # By stage, and chunk and kind there: the slots of its own passes, and of those that await them.
+    passes: list[dict[tuple[int, Kind], tuple[list[int], list[list[int]]]]] = [{} for _ in tables]
+    for (place, kind), own in slots.items():
+        passes[place.stage][place.chunk, kind] = own, [slots[one] for one in _awaiting(places, place, kind)]
     for slot in reversed(range(end)):
         for stage, table in enumerate(tables):
             if (action := table.get(slot)) is not None:
-                its = Place(stage, action.chunk), action.kind
-                i = action.micro_batch
-                before = min([slots[its][i + 1], *(other[i] for other in awaiting[its])])
-                slots[its][i] = rows[stage].place(action, before)
+                kind, i, chunk, _ = action
+                own, awaiting = passes[stage][chunk, kind]
+                own[i] = rows[stage].place(action, min([own[i + 1], *(other[i] for other in awaiting)]))
     return [row.order() for row in rows]
 
 
