@@ -47,6 +47,8 @@ schedule --seed -1 | '-1': give a whole number below
 schedule --seed 1 | --seed: is of --schedule searched
 schedule --format torch-csv | --format torch-csv: is of --out
 schedule --format torch | --format torch: unknown, did you mean torch-csv?
+schedule --bpipe=yes | --bpipe: takes no value: leave 'yes' out
+schedule --schedule '' | --schedule : unknown schedule, choose one of 1f1b
 schedule --out . | --out: .: is a folder
 schedule --chunks 1.5 | --chunks: '1.5' is no whole number
 searched | for which times? Give --costs COSTS.json
@@ -108,6 +110,7 @@ train --load nowhere | --load nowhere: no checkpoint there
 train --save empty.json | --save empty.json: cannot be made
 train --partition empty.json | --partition empty.json: no evenpipe.partition/1: search_ms: is missing
 train --engine warp | --engine warp: must be 'evenpipe'
+demo --quiet=1 | --quiet: takes no value: leave '1' out
 demo --picture demo.svg | --picture: demo.svg: pictures are PNG
 report nowhere.json --html x.html | nowhere.json: No such file or directory
 report broken.json --html x.html | broken.json: is no JSON document

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from evenpipe.schedule import Size, build
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.scaling import PipelineScaler
+from evenpipe.torch.tuned import GroupTuning
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.runtime.ranks import report
@@ -184,6 +185,40 @@ def carry_out(name: str, rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def tuned(rank: int) -> dict[str, Any]:
+    """Trains under kfkb with a group size that is chosen, and under 1f1b."""
+    tokens, named = batch()
+    losses: dict[str, list[str]] = {}
+    found: dict[str, Any] = {}
+    for schedule in ("kfkb", "1f1b"):
+        pipeline = ModulePipeline(lambda at: part_of(STAGES, at), build(schedule, Size(STAGES, MICRO_BATCHES)), loss)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        if schedule == "1f1b":
+            found["ungrouped"] = refusal(GroupTuning, pipeline, optimizer, memory_gib=1.0)
+            step = pipeline.step
+        else:
+            found["unlimited"] = refusal(GroupTuning, pipeline, optimizer)
+            tuning = GroupTuning(pipeline, optimizer, memory_gib=1.0, interval=2)
+            step = tuning.step
+        losses[schedule], sizes = [], []
+        for _ in range(5):
+            optimizer.zero_grad()
+            mean = step(tokens, tokens, **named)
+            optimizer.step()
+            losses[schedule].append("" if mean is None else mean.item().hex())
+            sizes.append(pipeline.program.schedule.group_size)
+        if schedule == "kfkb":
+            found["sizes"], found["decided"] = sizes, [one.iteration for one in tuning.loop.tuner.retunes]
+            found["candidates"] = [one.k for one in tuning.loop.tuner.candidates]
+            again = GroupTuning(pipeline, optimizer, memory_gib=1.0, interval=2, state=tuning.state_dict())
+            again.step(tokens, tokens, **named)
+            found["resumed"] = again.iteration
+            small = GroupTuning(pipeline, optimizer, memory_gib=1e-6)
+            found["small"] = refusal(small.step, tokens, tokens, **named)
+        pipeline.close()
+    return found | {"alike": losses["kfkb"] == losses["1f1b"]}
+
+
 def run(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {name: carry_out(name, rank, folder) for name in CASES}
 
@@ -199,7 +234,7 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     streamed = ModulePipeline(failing, build("2bw", Size(STAGES, MICRO_BATCHES)), loss)
     found["streamed"] = refusal(PipelineScaler, streamed)
     dist.barrier()
-    return found
+    return found | {"tuned": tuned(rank)}
 
 
 if __name__ == "__main__":

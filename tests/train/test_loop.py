@@ -74,3 +74,18 @@ def test_what_cannot_be_is_one_line_on_every_rank(ranks: list[dict[str, Any]]) -
         assert rank["failing"].startswith("part 2 of the model fails on a micro-batch: RuntimeError: mat1 and mat2")
         assert rank["twice"] == "names: 'weight' is of several parameters: give each its own name of the uncut model"
         assert rank["streamed"].startswith("2bw: a batch's scale would be known after the next has begun")
+
+
+def test_a_group_size_is_chosen_while_training_and_changes_no_loss(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        found = rank["tuned"]
+        assert found["alike"]
+        assert found["sizes"] == ranks[0]["tuned"]["sizes"]
+        assert found["sizes"][0] == 1  # which is measured
+        assert {*found["sizes"]} <= {*found["candidates"]}
+        assert found["candidates"] == [*range(1, 9)]
+        assert found["decided"] == [1, 3]
+        assert found["resumed"] == 6
+        assert found["ungrouped"].startswith("program: 1f1b groups no micro-batches")
+        assert found["unlimited"].startswith("memory_gib: how much may a process hold?")
+        assert "fits" in found["small"]

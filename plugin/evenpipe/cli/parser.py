@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,8 +97,10 @@ class Parser(argparse.ArgumentParser):
         try:
             found, unknown = super().parse_known_args(args, namespace)
         except argparse.ArgumentError as error:
-            name = error.argument_name and error.argument_name.partition("/")[0]
-            self.error(f"{name}: {error.message}" if name else error.message)
+            names = (error.argument_name or "").split("/")
+            name = next((one for one in names if one.startswith("--")), names[0])
+            said = re.sub(r"^ignored explicit argument (.*)", r"takes no value: leave \1 out", error.message)
+            self.error(f"{name}: {said}" if name else said)
         finally:
             for one in required:
                 one.required = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from statistics import fmean
 from typing import Any, ClassVar, Final
 
 from torch import Tensor
@@ -13,9 +12,10 @@ from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.measuring import MeasuringEngine
 from evenpipe.deepspeed.section import NAME, SectionError
 from evenpipe.planner.group_memory import Measured, PlanError, divisors
-from evenpipe.planner.grouped import GroupedSchedule, average_ms
+from evenpipe.planner.grouped import GroupedSchedule
 from evenpipe.schedule import BACKWARD, FORWARD
 from evenpipe.tuner.loop import AdaptiveLoop
+from evenpipe.tuner.part_watch import measured_by
 from evenpipe.tuner.samples import CutError, micro_batches_of
 from evenpipe.upstream.ending import end_job
 
@@ -101,16 +101,7 @@ class AdaptiveEngine(MeasuringEngine):
             end_job(f"{where}: {error}")
 
     def _measured(self) -> Measured:
-        """Return what the micro-batches show; the first one, which loads kernels and fills caches, is not timed.
-
-        Where they differ, the largest counts: what two of them save says nothing of what they share. Times are the
-        largest one's too: as much longer than the mean as it saves more.
-        """
-        saved = self._watch.nbytes[FORWARD, 0]
-        least, most = min(saved), max(saved)  # the first to save what others save too counts as holding it
-        each, stretch = (most, most / fmean(saved.elements())) if self.dynamic_shape else (least, 1.0)
-        forward_ms, backward_ms = (stretch * average_ms(self._watch.ms[kind, 0][1:]) for kind in (FORWARD, BACKWARD))
-        return Measured(forward_ms, backward_ms, each, most - each, self._boundary.nbytes, 0, self._static_bytes())
+        return measured_by(self._watch, self._boundary.nbytes, self._static_bytes(), self.dynamic_shape)
 
     @contextmanager
     def _in_micro_batches_of(self, size: int) -> Iterator[None]:

@@ -64,4 +64,4 @@ SECTION: Final = Spelling(_path, _key)
 def in_flags(error: Exception) -> str:
     """Return the first line of `error`, with `chunks=1:` as the commands of `evenpipe` have it: `--chunks 1:`."""
     line = str(error).partition("\n")[0]
-    return re.sub(r"^(\w+)(?:=(\S+))?:", lambda match: COMMAND.mention(match[1], match[2]) + ":", line)
+    return re.sub(r"^(\w+)(?:=(\S*))?:", lambda match: COMMAND.mention(match[1], match[2]) + ":", line)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from evenpipe.planner.group_memory import Measured
+from evenpipe.planner.grouped import average_ms
 from evenpipe.runtime.resources import Observer
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.runtime.timing import Clock, SpanRecorder
-from evenpipe.schedule import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Unit
+from evenpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Unit
 
-__all__ = ["PartFigures", "PartWatch"]
+__all__ = ["PartFigures", "PartWatch", "measured_by"]
 
 
 _Times = defaultdict[tuple[Kind, int], list[float]]
@@ -35,6 +37,19 @@ class PartFigures(NamedTuple):
     left_bytes: int
     recomputed_bytes: int
     recompute_ms: float
+
+
+def measured_by(watch: PartWatch, message_bytes: int, static_bytes: int, differ: bool = False) -> Measured:
+    """Return what the micro-batches of a stage with one chunk show, without the first one's time, which loads kernels.
+
+    Where they `differ`, the largest counts: what two of them save says nothing of what they share. Times are the
+    largest one's too: as much longer than the mean as it saves more.
+    """
+    saved = watch.nbytes[FORWARD, 0]
+    least, most = min(saved), max(saved)  # the first to save what others save too counts as holding it
+    each, stretch = (most, most / fmean(saved.elements())) if differ else (least, 1.0)
+    forward_ms, backward_ms = (stretch * average_ms(watch.ms[kind, 0][1:]) for kind in (FORWARD, BACKWARD))
+    return Measured(forward_ms, backward_ms, each, most - each, message_bytes, 0, static_bytes)
 
 
 class PartWatch(Observer):

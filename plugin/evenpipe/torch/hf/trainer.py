@@ -81,8 +81,8 @@ class PipelineTrainer:
     schedule, bpipe: a schedule that flushes. optimize, memory_gib: what stages recompute, so as to fit. data_sheet:
     the device whose times decide the cuts.
 
-    All ranks that torchrun started make it alike. Raises ModelError, one line, for a model that
-    cannot be had or cut, and for settings that would be passed over.
+    All ranks that torchrun started make it alike. Raises ModelError, one line, for a model that cannot be had or cut,
+    and for settings that would be passed over.
     """
 
     def __init__(
