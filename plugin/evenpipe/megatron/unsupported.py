@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from evenpipe.upstream.saved_leaves import keeps_identity
-
 __all__ = [
     "Refusal",
     "overlaps",
@@ -338,6 +336,8 @@ def refuse_unsupported(
         raise ValueError(str(refusal))
     if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in model):
         raise ValueError(f"use_megatron_fsdp {_FSDP}: turn it off, or EvenPipe's schedule")
+    from evenpipe.upstream.saved_leaves import keeps_identity  # torch's; the rules above are read without it
+
     if records and not keeps_identity():
         raise ValueError(
             "activations are recorded under EvenPipe's patches only, or gradients would be lost: apply "
