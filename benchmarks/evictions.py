@@ -61,7 +61,7 @@ def main() -> None:
     cases = [
         (stages, kind, message) for stages in arguments.stages for kind in ("even", "uneven") for message in MESSAGES
     ]
-    results = []
+    results: list[dict[str, Any]] = []
     with progress_bar("evictions", len(cases)) as tick:
         for stages, kind, message in cases:
             speed = 2 * UNIT_BYTES / FORWARD_MS
