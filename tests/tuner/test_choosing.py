@@ -103,7 +103,7 @@ def test_halves_of_backwards_are_put_together_where_layers_leave_a_second_one():
 
 def test_memory_that_holds_no_micro_batch_raises_with_what_is_needed():
     loop = ChoiceLoop(PartWatch())
-    loop.remedy = ", or more stages"
+    loop.allow(evicts=False, remedy=", or more stages")
     loop._limit_bytes = 3 * 2**30
     parts = [Part(forward_ms=1, input_gradient_ms=1, weight_gradient_ms=1, saved_bytes=2**30)] * 2
     places = costs(0, stages=2).places(2)

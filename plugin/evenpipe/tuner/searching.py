@@ -66,8 +66,7 @@ class SearchLoop:
     times that the order allows for, another one is searched. So is one for batches of another number of micro-batches.
 
     For each batch, a framework calls `begin` and `prepare`, trains by `program`, and calls `end`. `watch` observes its
-    executor. `log` is given a line for each decision, and `remedy` says what else than more memory there is to give
-    where nothing fits.
+    executor. `log` is given a line for each decision.
     """
 
     #: Whether a decision is only as good as the times that it was made for.
@@ -81,7 +80,7 @@ class SearchLoop:
         effort: Effort = USUAL,
     ) -> None:
         self.costs: RunCosts | None = None
-        self.remedy = ""
+        self._remedy = ""
         self._watch = watch
         self._pace = Pace(interval)
         self._log = log
@@ -251,7 +250,7 @@ class SearchLoop:
             raise ScheduleError(
                 f"no schedule fits: stage {stage} holds {(needs[stage] - least[stage]) / _MIB:,.1f} MiB of weights, "
                 f"gradients, optimizer and messages, and {least[stage] / _MIB:,.1f} MiB for one micro-batch: give at "
-                f"least {math.ceil(needs[stage] / 2**30 * 1e4) / 1e4:g} GiB{self.remedy}"
+                f"least {math.ceil(needs[stage] / 2**30 * 1e4) / 1e4:g} GiB{self._remedy}"
             )
 
     def _outdated(self, before: RunCosts, now: RunCosts, stages: int) -> str | None:
