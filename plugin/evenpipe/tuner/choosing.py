@@ -12,6 +12,7 @@ from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.resources import highest_of_all
 from evenpipe.runtime.timing import sending_gbps
 from evenpipe.schedule import (
+    AUTO,
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
@@ -26,9 +27,7 @@ from evenpipe.schedule import (
     build,
     find,
     links,
-    loop,
     own,
-    vee,
     verify,
 )
 from evenpipe.schedule.search.costs import RunCosts
@@ -194,7 +193,7 @@ class ChoiceLoop(SearchLoop):
         """Say nothing before the choice."""
 
     def _first(self, size: Size) -> Schedule:
-        return _one_at_a_time(vee(size.stages) if size.chunks == 2 else loop(size.stages), size.micro_batches)
+        return _one_at_a_time(find(AUTO).places(size), size.micro_batches)
 
     def _gathered(self, executor: Executor, size: Size, room: Room) -> RunCosts:
         if self._evicts:
