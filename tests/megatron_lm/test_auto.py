@@ -75,6 +75,19 @@ def test_a_choice_fits_trains_to_the_bits_of_stock_and_is_kept_until_the_memory_
         assert differences(tmp_path / "stock" / last, tmp_path / ours / last) == []
 
 
+def test_many_virtual_stages_stay_where_megatron_has_them(megatron_lm, tmp_path):
+    processes, parallel = LAYOUTS["PP2"]
+    flags = [*gpt_flags(STOPPED), *parallel, "--num-layers-per-virtual-pipeline-stage", "1", *SMALL]
+    flags += ["--ckpt-format", "torch", "--save-interval", str(STOPPED)]
+    stock = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--save", str(tmp_path / "stock")])
+    auto = ["--evenpipe", "auto", "--memory-gib", "1", "--save", str(tmp_path / "auto")]
+    ours = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, *auto])
+    assert len(CHOICE.findall(ours.output)) == 1
+    assert ours.lines == stock.lines
+    last = f"iter_{STOPPED:07d}"
+    assert differences(tmp_path / "stock" / last, tmp_path / "auto" / last) == []
+
+
 def test_memory_that_holds_no_schedule_is_one_line(megatron_lm):
     processes, parallel = LAYOUTS["PP2"]
     flags = [*gpt_flags(3), *parallel, *SMALL, "--evenpipe", "auto", "--memory-gib", "0.005"]

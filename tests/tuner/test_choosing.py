@@ -42,6 +42,9 @@ def test_all_that_a_placement_takes_is_weighed():
     assert not any("BPipe" in one.name for one in options(costs(0), Size(4, 8)))
     in_a_v = {one.name for one in options(costs(0, vee=True), Size(4, 8, 2))}
     assert in_a_v == {"v-half", "v-min", "zbv", "dualpipev"}
+    parts = [costs(0).parts[0]] * 12
+    looped = costs(0).model_copy(update={"placement": "loop", "parts": parts})
+    assert {one.name for one in options(looped, Size(4, 8, 3))} == {"interleaved", "interleaved-zb"}
 
 
 def test_bytes_are_those_of_the_most_micro_batches_that_a_stage_holds_its_guests_too():
@@ -103,7 +106,7 @@ def test_halves_of_backwards_are_put_together_where_layers_leave_a_second_one():
 
 def test_memory_that_holds_no_micro_batch_raises_with_what_is_needed():
     loop = ChoiceLoop(PartWatch())
-    loop.remedy = ", or more stages"
+    loop.allow(evicts=False, remedy=", or more stages")
     loop._limit_bytes = 3 * 2**30
     parts = [Part(forward_ms=1, input_gradient_ms=1, weight_gradient_ms=1, saved_bytes=2**30)] * 2
     places = costs(0, stages=2).places(2)
@@ -112,7 +115,7 @@ def test_memory_that_holds_no_micro_batch_raises_with_what_is_needed():
         loop._check_room(parts, places, [2**29, 2**31])
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_batches_that_are_looked_at_hold_one_micro_batch_at_a_time(chunks):
     program = ChoiceLoop(PartWatch()).program(Size(4, 8, chunks), "many")
     assert program.schedule.peak_live == (chunks,) * 4

@@ -79,12 +79,12 @@ class ChoosingEngine(SearchedEngine):
     loop: ChoiceLoop
 
     def _loop(self) -> ChoiceLoop:
-        made = ChoiceLoop(self._watch, self._say)
-        made.evicts = self._joins_partners()
-        checkpointed = self.module.activation_checkpoint_interval
-        more = "" if checkpointed else "PipelineModule(activation_checkpoint_interval=1), "
-        made.remedy = f", or use {more}a smaller train_micro_batch_size_per_gpu or more stages"
-        return made
+        loop = ChoiceLoop(self._watch, self._say)
+        recomputes = self.module.activation_checkpoint_interval
+        more = "" if recomputes else "PipelineModule(activation_checkpoint_interval=1), "
+        remedy = f", or use {more}a smaller train_micro_batch_size_per_gpu or more stages"
+        loop.allow(self._joins_partners(), remedy)
+        return loop
 
     def _joins_partners(self) -> bool:
         return not self.module.dynamic_shape and not any(moved_anyway(self))
@@ -108,6 +108,6 @@ class ChoosingEngine(SearchedEngine):
             "replicas": self.grid.data_parallel_size,
             "micro_batch_size": self.micro_batch_size,
             "precision": [self.bfloat16_enabled(), self.fp16_enabled()],
-            "zero": self.zero_optimization_stage(),
+            "zero": self.zero_optimization(),
             "checkpointed": self.module.activation_checkpoint_interval,
         }

@@ -39,13 +39,13 @@ class ChosenSchedule(SearchedSchedule):
         return next(refused_settings(batch.config, bpipe=True), None) is None
 
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
-        loop, config = self.loop, batch.config
-        loop.evicts = self._joins_partners(batch)
-        loop.halves = bool(getattr(config, "delay_wgrad_compute", False))  # layers leave what a whole one would lose
-        full, recomputes = config.recompute_granularity == "full", obstacle(config, batch.model) is None
-        loop.remedy = (
+        config = batch.config
+        recomputes = config.recompute_granularity == "full" or obstacle(config, batch.model) is None
+        self.loop.allow(
+            self._joins_partners(batch),
             ", a smaller --micro-batch-size, more stages or more tensor parallelism"
-            if full or recomputes
-            else ", or --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+            if recomputes
+            else ", or --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            halves=bool(getattr(config, "delay_wgrad_compute", False)),
         )
         return super()._executor(pipeline, batch)

@@ -109,7 +109,10 @@ class Spec:
 
     def needed(self, chunks: int) -> frozenset[Need]:
         """Return what an engine must offer for so many model chunks a stage."""
-        return self.needs | self.needs_with_chunks if chunks > 1 else self.needs
+        if chunks == 1:
+            return self.needs
+        lies_in_loops = self.chunks[1] is None and self.places(Size(2, 2, chunks)) == loop(2, chunks)
+        return self.needs | (self.needs_with_chunks - {"vee"} if lies_in_loops else self.needs_with_chunks)
 
     def fitted(self, size: Size) -> Size:
         """``size``, with the number of chunks where that is fixed, and no group larger than a batch.

@@ -12,6 +12,7 @@ from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.resources import highest_of_all
 from evenpipe.runtime.timing import sending_gbps
 from evenpipe.schedule import (
+    AUTO,
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
@@ -26,9 +27,7 @@ from evenpipe.schedule import (
     build,
     find,
     links,
-    loop,
     own,
-    vee,
     verify,
 )
 from evenpipe.schedule.search.costs import RunCosts
@@ -159,9 +158,7 @@ def _weighed(name: str, program: Program, costs: RunCosts, byte_ms: float) -> Op
 class ChoiceLoop(SearchLoop):
     """A `SearchLoop` that chooses among schedules, once; each number of micro-batches has its own.
 
-    The two batches before that compute one micro-batch at a time, so that no schedule needs less memory. Before the
-    first one, `evicts` says that partners are joined, so that BPipe is one of the choices, and `halves` that layers
-    leave their weights' gradients for a second half of a backward, which whole backwards are then made of.
+    The two batches before that compute one micro-batch at a time, so that no schedule needs less memory.
     """
 
     _looks_again: ClassVar[bool] = False
@@ -173,8 +170,16 @@ class ChoiceLoop(SearchLoop):
         effort: Effort = USUAL,
     ) -> None:
         super().__init__(watch, None, log, effort)
-        self.evicts = self.halves = False
+        self._evicts = self._halves = False
         self._byte_ms: float | None = None
+
+    def allow(self, evicts: bool, remedy: str, halves: bool = False) -> None:
+        """Before the first batch: say what this run can have, and what a user can do where nothing fits.
+
+        evicts: partners are joined, so that BPipe is one of the choices. halves: layers leave their weights' gradients
+        for a second half of a backward, which whole backwards are then made of.
+        """
+        self._evicts, self._halves, self._remedy = evicts, halves, remedy
 
     def state_dict(self) -> dict[str, Any] | None:
         state = super().state_dict()
@@ -188,16 +193,16 @@ class ChoiceLoop(SearchLoop):
         """Say nothing before the choice."""
 
     def _first(self, size: Size) -> Schedule:
-        return _one_at_a_time(vee(size.stages) if size.chunks == 2 else loop(size.stages), size.micro_batches)
+        return _one_at_a_time(find(AUTO).places(size), size.micro_batches)
 
     def _gathered(self, executor: Executor, size: Size, room: Room) -> RunCosts:
-        if self.evicts:
+        if self._evicts:
             gbps = sending_gbps(executor.connections, executor.stage_index, executor.device)
             [self._byte_ms] = highest_of_all([0.0 if gbps is None else 1e-6 / gbps], executor.device)
         return super()._gathered(executor, size, room)
 
     def _find(self, costs: RunCosts, size: Size, queues: Queues) -> tuple[Schedule, str]:
-        chosen, others = choose(costs, size, queues, self._byte_ms, self.halves, self._effort)
+        chosen, others = choose(costs, size, queues, self._byte_ms, self._halves, self._effort)
         return chosen.program.schedule, self._said(chosen, others, costs, size)
 
     def _said(self, chosen: Option, others: list[Option], costs: RunCosts, size: Size) -> str:

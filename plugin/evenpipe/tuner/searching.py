@@ -31,7 +31,7 @@ from evenpipe.schedule import (
     vee,
     verify,
 )
-from evenpipe.schedule.search.costs import FORMAT, Part, RunCosts, check_caps, held_bytes
+from evenpipe.schedule.search.costs import FORMAT, Part, Placement, RunCosts, check_caps, held_bytes
 from evenpipe.schedule.search.problem import Problem
 from evenpipe.schedule.search.search import EXPECTED, USUAL, Effort
 from evenpipe.schedule.spec import halved
@@ -44,6 +44,8 @@ __all__ = ["FIRST", "Room", "SearchLoop"]
 
 #: The schedule of batches before there is an order, by model chunks a stage: one that saves little.
 FIRST: Final[Mapping[int, str]] = MappingProxyType({1: "zb-h1", 2: "v-min"})
+#: By model chunks a stage; more than these are placed one after the other.
+_PLACEMENTS: Final[Mapping[int, Placement]] = MappingProxyType({1: "straight", 2: "vee"})
 #: Messages that a stage receives and sends at once at most, in a V.
 _UNDER_WAY: Final = 12
 _MIB: Final = 2**20
@@ -66,8 +68,7 @@ class SearchLoop:
     times that the order allows for, another one is searched. So is one for batches of another number of micro-batches.
 
     For each batch, a framework calls `begin` and `prepare`, trains by `program`, and calls `end`. `watch` observes its
-    executor. `log` is given a line for each decision, and `remedy` says what else than more memory there is to give
-    where nothing fits.
+    executor. `log` is given a line for each decision.
     """
 
     #: Whether a decision is only as good as the times that it was made for.
@@ -81,7 +82,7 @@ class SearchLoop:
         effort: Effort = USUAL,
     ) -> None:
         self.costs: RunCosts | None = None
-        self.remedy = ""
+        self._remedy = ""
         self._watch = watch
         self._pace = Pace(interval)
         self._log = log
@@ -216,7 +217,7 @@ class SearchLoop:
         """Return the costs of all parts; of replicas and shards the highest numbers."""
         self._limit_bytes = limit = room.limit_bytes
         stages, stage, device = size.stages, executor.stage_index, executor.device
-        places = vee(stages) if size.chunks == 2 else loop(stages)
+        places = vee(stages) if size.chunks == 2 else loop(stages, size.chunks)
         [message_bytes] = highest_of_all([executor.counter.largest_sent], device)
         burst = Burst(1, max(1, int(message_bytes)))
         links_ms = measure_links(Ends(executor.connections, stage, stages, device), [burst])
@@ -235,7 +236,7 @@ class SearchLoop:
         self._check_room(found, places, caps)
         return RunCosts(
             format=FORMAT,
-            placement="vee" if size.chunks == 2 else "straight",
+            placement=_PLACEMENTS.get(size.chunks, "loop"),
             parts=found,
             message_ms=message_ms,
             memory_bytes=caps,
@@ -251,7 +252,7 @@ class SearchLoop:
             raise ScheduleError(
                 f"no schedule fits: stage {stage} holds {(needs[stage] - least[stage]) / _MIB:,.1f} MiB of weights, "
                 f"gradients, optimizer and messages, and {least[stage] / _MIB:,.1f} MiB for one micro-batch: give at "
-                f"least {math.ceil(needs[stage] / 2**30 * 1e4) / 1e4:g} GiB{self.remedy}"
+                f"least {math.ceil(needs[stage] / 2**30 * 1e4) / 1e4:g} GiB{self._remedy}"
             )
 
     def _outdated(self, before: RunCosts, now: RunCosts, stages: int) -> str | None:

@@ -8,6 +8,7 @@ from typing import NoReturn
 from evenpipe.schedule.actions import ScheduleError
 from evenpipe.schedule.known.searched import SPEC as SEARCHED
 from evenpipe.schedule.spec import Size
+from evenpipe.schedule.topology import loop, vee
 
 __all__ = ["SPEC"]
 
@@ -21,4 +22,6 @@ SPEC = replace(
     name="auto",
     summary="the fastest schedule by the run's own times that fits its memory; with two model chunks a stage, in a V",
     order=_chosen_in_a_run,
+    places=lambda size: vee(size.stages) if size.chunks == 2 else loop(size.stages, size.chunks),
+    chunks=(1, None),
 )
