@@ -55,7 +55,7 @@ OURS: Final = {
     "runtime/bandwidth.py": ("column", "console"),
     "runtime/memory.py": ("slot",),
     "runtime/heartbeat.py": ("_life",),
-    "runtime/store.py": ("counter", "recording", "saved"),
+    "runtime/store.py": ("coming", "counter", "leaving", "saved"),
     "torch/two_bw.py": ("pipeline",),
     "train/muon.py": ("optimizer",),
     "torch/hf/plans.py": ("config",),

@@ -152,11 +152,11 @@ MUTANTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     },
     ("1f1b swap a share", "host_swaps"): {
         "a share is free while it is copied out": (
-            "        for passage in passages:\n            self.wait(passage)\n        self._store.release",
+            "        for passage in passages:\n            self._wait(passage)\n        self._store.release",
             "        self._store.release",
         ),
         "a share is used before it is back": (
-            "            self.wait(passage)\n        self._store.unpack",
+            "            self._wait(passage)\n        self._store.unpack",
             "            pass\n        self._store.unpack",
         ),
     },

@@ -205,8 +205,7 @@ class Flow:
         self.evicts = program.schedule.evictions[resources.stage_index] > 0
         self.keeper, self.swaps = resources.keeper, resources.swaps_in(program)
         if self.swaps is not None:
-            self.swaps.most_whole = most_whole(program.schedule.actions[resources.stage_index])
-            self.swaps.wait = self.wait
+            self.swaps.begin(most_whole(program.schedule.actions[resources.stage_index]), self.wait)
         self.records = resources.records(program)
         self.slots_needed = _most_accepted(program.steps[resources.stage_index])
         self.under_way: dict[Message, Transfer] = {}

@@ -16,8 +16,6 @@ class HostSwaps:
     """Moves storages of each micro-batch to the host after its forward, and back before its backward.
 
     `share`: the most that goes there, of all bytes that a micro-batch saves; `ActivationStore.seal` chooses storages.
-    `most_whole`: so many micro-batches are here as a whole at most, if a wait for the host can have that. `wait`: waits
-    for a copy while a batch is carried out.
     """
 
     def __init__(
@@ -25,18 +23,22 @@ class HostSwaps:
     ) -> None:
         self.share = share
         self.link = link if link is not None else HostLink(device)
-        self.most_whole = 1
-        self.wait: Callable[[Passage], None] = Passage.wait
+        self._most_whole = 1
+        self._wait: Callable[[Passage], None] = Passage.wait
         self._reached = 1.0
         self._store = store
         self._leaving: dict[Hashable, list[Passage]] = {}  # oldest first
         self._on_host: dict[Hashable, list[Block]] = {}
         self._arriving: dict[Hashable, list[Passage]] = {}
 
+    def begin(self, most_whole: int, wait: Callable[[Passage], None]) -> None:
+        """Begin a batch that is carried out with at most so many whole micro-batches here, and waits for copies so."""
+        self._most_whole, self._wait = most_whole, wait
+
     def make_room(self) -> None:
         """Wait for copies to the host until there is room for one micro-batch more; let go of what has been copied."""
         whole = len(self._store.leftover()) - len(self._on_host)
-        for unit in list(self._leaving)[: max(0, whole + 1 - self.most_whole)]:
+        for unit in list(self._leaving)[: max(0, whole + 1 - self._most_whole)]:
             self._gone(unit)
 
     def swap_out(self, unit: Hashable) -> None:
@@ -59,7 +61,7 @@ class HostSwaps:
     def ready(self, unit: Hashable) -> None:
         """Wait until it is back, and put it where it belongs."""
         for passage in self._arriving.pop(unit, ()):
-            self.wait(passage)
+            self._wait(passage)
         self._store.unpack(unit, "host")
 
     def line(self, stage: int) -> str:
@@ -79,6 +81,6 @@ class HostSwaps:
     def _gone(self, unit: Hashable) -> None:
         passages = self._leaving.pop(unit)
         for passage in passages:
-            self.wait(passage)
+            self._wait(passage)
         self._store.release(unit, "host")
         self._on_host[unit] = [passage.target for passage in passages]

@@ -199,8 +199,8 @@ class ActivationStore:
             sealed = self._free_to_move(recording)
         self._most[like] = max(len(sealed), self._most.get(like, 0))
         chosen = chosen_for_host(sealed, int(host_share * sum(saved.nbytes for saved in recording.by_storage())))
-        recording.departures["host"].sealed = [weakref.ref(saved) for saved in sealed if saved in chosen]
-        recording.departures["partner"].sealed = [weakref.ref(saved) for saved in sealed if saved not in chosen]
+        for to, leaving in recording.departures.items():
+            leaving.sealed = [weakref.ref(saved) for saved in sealed if (saved in chosen) == (to == "host")]
         aside = sum(saved.nbytes for saved in recording.by_storage() if saved.movable and saved.aside)
         self.aside_bytes = max(self.aside_bytes, aside)
         return tuple(saved.nbytes for saved in sealed)
