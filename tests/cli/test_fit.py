@@ -224,6 +224,9 @@ model:
   cuda_graph_scope: full
   hidden_dropout: 0.0
   hidden_size: 2048
+  is_hybrid_model: false
+  kv_channels: 128
+  masked_softmax_fusion: true
   max_position_embeddings: 4096
   moe_token_dispatcher_type: allgather
   num_attention_heads: 16

@@ -152,6 +152,22 @@ def test_what_cannot_be_read_is_one_line(run: Any, said: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_configuration_of_megatron_core_is_read() -> None:
+    """Its fields have enums, types and functions among them; sizes of the data are not in it."""
+    core = pytest.importorskip("megatron.core.transformer")
+    of = core.TransformerConfig(
+        num_layers=24, hidden_size=2048, num_attention_heads=16, num_query_groups=4, pipeline_model_parallel_size=4,
+        pipeline_dtype="bf16", bf16=True, hidden_dropout=0.0, attention_dropout=0.0, gated_linear_unit=True,
+    )  # fmt: skip
+    with pytest.raises(FitError, match="--seq-length: not given"):
+        evenpipe.fit(of)
+    data = {"seq_length": 4096, "micro_batch_size": 4, "global_batch_size": 64, "vocab_size": 50257}
+    found = evenpipe.fit(vars(of) | data, cluster="1x4-h100", memory_gib=20, keep=FEW)
+    assert found.answers
+    assert not found.now["fits"]
+    assert any(name.startswith("recompute") for name in found.answers[0].changes)
+
+
 def test_a_name_of_nothing_to_keep_is_one_line() -> None:
     with pytest.raises(FitError, match="nothing to keep"):
         evenpipe.fit(LINE, keep=["q"])

@@ -33,7 +33,7 @@ def asked(weighing: Weighing, run: Run, keep: frozenset[Aspect], schedules: tupl
 
 
 #: Clusters with published iterations, and what a plain run of the model there is: tensor and pipeline parallelism.
-CLUSTERS = {
+CLUSTERS: dict[tuple[str, str, str | None], dict[str, Any]] = {
     ("llama3-70b", "4x8-h100", "tensorwise"): {"tensor": 8, "stages": 4},
     ("llama3-70b", "8x8-h100", None): {"tensor": 8, "stages": 4},
     ("llama3-405b", "64x8-h100", None): {"tensor": 8, "stages": 16, "layout": (7, *(8,) * 14, 7)},
@@ -54,7 +54,7 @@ def test_from_a_plain_run_no_slower_than_the_best_published(case: tuple[str, str
     rows = [one for one in rows if one.run.global_batch == most and one.seconds is not None]
     best = min(one.estimate().iteration_ms for one in rows)
     sizes = {"context": 1, "chunks": 1, "layout": None, "tensor": 1, **CLUSTERS[case]}
-    plain = replace(rows[0].run, recompute="full", recomputed_modules=Run.recomputed_modules, **sizes)  # type: ignore[arg-type]
+    plain = replace(rows[0].run, recompute="full", recomputed_modules=Run.recomputed_modules, **sizes)
     plain = replace(plain, user_buffers=plain.tensor > 1, blocking=("1f1b",), micro_batch=1)
     plain = replace(plain, data=rows[0].cluster.gpus // (plain.tensor * plain.stages)).of(OF)
     weighing = Weighing(rows[0].model, rows[0].cluster, OF, lambda run: run == plain or starts(run))
@@ -116,6 +116,17 @@ def test_one_change_is_of_one_aspect_and_can_be_taken_back() -> None:
     assert seen == set(NAMES) - {"experts", "schedule", "placement"}
 
 
+def test_where_nothing_else_fits_the_optimizer_is_on_the_host() -> None:
+    weighing = weighing_of(27)
+    with pytest.raises(EstimateError, match="is too small"):
+        answers(asked(weighing, NOW, KEPT | {"host"}))
+    found = answers(asked(weighing, NOW, KEPT))
+    assert found.stock is not None
+    assert found.stock.estimate.fits
+    assert found.stock.run.optimizer_offload > 0
+    assert found.stock.estimate.uncertainty.low is None, "no published iteration has it"
+
+
 def test_bounds_leave_out_no_run_that_is_as_fast() -> None:
     weighing = weighing_of(40)
     runs = [run for _, run in alternatives(weighing, NOW, modules_of(SMALL, NOW, False), offloadable(SMALL, NOW))]
@@ -126,7 +137,7 @@ def test_bounds_leave_out_no_run_that_is_as_fast() -> None:
 
 
 #: By model, its cluster and how it is divided: plain runs, of which one policy is changed alone.
-PLAIN = {
+PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt3-13b": ("1x8-a100-80gb", {"tensor": 2, "stages": 4}),
     "gpt3-96b": ("4x8-a100-80gb", {"tensor": 4, "stages": 8}),
     "llama3-70b": ("8x8-h100", {"tensor": 4, "stages": 4}),
@@ -149,7 +160,7 @@ def test_an_answer_is_as_fast_as_the_best_single_policy(name: str, caps: Sequenc
     where, sizes = PLAIN[name]
     of, nodes = model(name), cluster(where)
     data = nodes.gpus // (sizes.get("tensor", 1) * sizes["stages"])
-    now = Run(8 * data, data=data, blocking=("1f1b",), attention="flash", **sizes).of(OF)  # type: ignore[arg-type]
+    now = Run(8 * data, data=data, blocking=("1f1b",), attention="flash", **sizes).of(OF)
     policies = (
         now,
         replace(now, bpipe=True, blocking=()),

@@ -128,6 +128,15 @@ def test_a_flag_is_changed_in_its_place_and_one_is_one_change() -> None:
     assert flag_changes(LINE, line) == 1
 
 
+def test_activations_on_the_host_leave_the_weights_where_they_are() -> None:
+    """`validate_args` of Megatron-LM 0.16 asks for the variable, so that Transformer Engine offloads no weights."""
+    assert LINE is not None
+    away = replace(OLD, offload_modules=("core_attn", "attn_proj"))
+    assert edited(LINE, MODEL, OLD, away, {}).variable("NVTE_CPU_OFFLOAD_V1") == "1"
+    assert edited(LINE, MODEL, OLD, away, {"NVTE_CPU_OFFLOAD_V1": "1"}).variable("NVTE_CPU_OFFLOAD_V1") is None
+    assert edited(LINE, MODEL, away, away, {}).variable("NVTE_CPU_OFFLOAD_V1") is None
+
+
 def test_variables_of_the_line_and_of_who_starts_it_are_kept() -> None:
     assert LINE is not None
     given = replace(LINE, before=("A=1", "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512", *LINE.before))

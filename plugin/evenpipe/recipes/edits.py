@@ -52,6 +52,7 @@ _TOGETHER: Final = (
 )
 _ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE: Final = "expandable_segments:True"
+_KEEPS_WEIGHTS: Final = "NVTE_CPU_OFFLOAD_V1"
 _QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -71,10 +72,16 @@ def edited(line: Line, model: Model, old: Run, new: Run, environment: Mapping[st
         changed = changed.by_evenpipe()
     if new.expandable_segments and not old.expandable_segments:
         changed = _expandable(changed, environment)
+    if new.offload_modules and not old.offload_modules and not _known(_KEEPS_WEIGHTS, changed, environment):
+        changed = changed.with_variable(_KEEPS_WEIGHTS, "1")  # which Megatron asks for from Transformer Engine 2.10 on
     divided = max(new.tensor, new.context) > 1 >= max(old.tensor, old.context)
-    if divided and _QUEUES not in environment and changed.variable(_QUEUES) is None:
+    if divided and not _known(_QUEUES, changed, environment):
         changed = changed.with_variable(_QUEUES, "1")  # which Megatron asks for with tensor or context parallelism
     return changed
+
+
+def _known(name: str, line: Line, environment: Mapping[str, str]) -> bool:
+    return name in environment or line.variable(name) is not None
 
 
 def _written(model: Model, run: Run) -> dict[str, tuple[str, ...]]:

@@ -18,7 +18,8 @@ def starts(run: Run) -> bool:
             # An optimizer on the host has moments in fp32, and asks for the precision-aware one, which is sharded.
             not run.optimizer_offload or (bool(run.sharded_optimizer) and run.moment_bytes >= 4),
             # EvenPipe's schedules do not start the offloading anew after each batch.
-            not run.offload_modules or run.blocking != (),
+            not run.offload_modules or (run.blocking != () and run.recompute != "full"),
+            not {"expert_fc1", "moe_act"} & set(run.offload_modules) or "moe" not in run.again,
             run.context == 1 or run.attention == "flash",
             run.expert == 1 or run.tensor == 1 or run.sequence_parallel,
             not run.overlap_experts or _hides_experts(run),

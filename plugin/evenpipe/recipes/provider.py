@@ -134,11 +134,10 @@ def _flags(values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for name, value in values.items():
         flag = _NAMES.get(name, name.replace("_", "-"))
         kind = kinds.get(flag)
-        if value is None or kind is None or name in skipped or name in _INVERTED:
+        if value is None or value is False or kind is None or name in skipped or name in _INVERTED:
             continue
         if kind.nargs == 0:
-            if value:
-                yield (flag,)
+            yield from [(flag,)] * bool(value)
             continue
         words = _words(name, value)
         words = [word for word in words if kind.choices is None or word in kind.choices]

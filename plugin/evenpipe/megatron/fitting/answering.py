@@ -140,26 +140,28 @@ def _asked(source: Source, keep: frozenset[Aspect]) -> tuple[Asked, list[str]]:
     local = option(line.flags, "--transformer-impl") == "local"
     modules: tuple[Module, ...] = ("core_attn",) if local else modules_of(model, run, grouped)
     engine = Engine("Megatron", ENGINES["evenpipe"].offers)
-    offloaded = () if local or run.sharding else offloadable(model, run)
+    # Nor does it take inputs to the host (`TransformerConfig`), or beside these.
+    beside = any(getattr(source.given, name, None) for name in ("cpu_offloading", "moe_paged_stash"))
+    offloaded = () if local or beside or run.sharding or run.graphs else offloadable(model, run)
     return Asked(weighing, run, engine, keep, flags, modules, schedules, bpipe, offloaded), notes
 
 
 def _answers(found: Answers, source: Source, run: Run) -> list[Answer]:
-    """Return each run once, with all names that it has; of a run that fits, only those that are faster by 2 %."""
+    """Return each line once, with all names that it has; of a run that fits, only those that are faster by 2 %."""
     now = found.now.estimate
     limit = now.iteration_ms / EQUAL if now.fits else float("inf")
-    names: dict[Run, list[str]] = {}
-    planned: dict[Run, Planned] = {}
+    names: dict[Line, list[str]] = {}
+    planned: dict[Line, Planned] = {}
     for name in TITLES:
         one: Planned | None = getattr(found, name)
         if one is not None and one.estimate.iteration_ms < limit:
-            names.setdefault(one.run, []).append(name)
-            planned[one.run] = one
-    return [_answer(planned[new], names[new], source, run) for new in names]
+            line = edited(source.line, source.found.model, run, one.run, os.environ)
+            names.setdefault(line, []).append(name)
+            planned[line] = one
+    return [_answer(planned[line], line, each, source, run) for line, each in names.items()]
 
 
-def _answer(one: Planned, names: list[str], source: Source, run: Run) -> Answer:
-    line = edited(source.line, source.found.model, run, one.run, os.environ)
+def _answer(one: Planned, line: Line, names: list[str], source: Source, run: Run) -> Answer:
     before, after = (_words(each) for each in (source.line, line))
     return Answer(
         names=names,
@@ -180,8 +182,9 @@ def _answer(one: Planned, names: list[str], source: Source, run: Run) -> Answer:
 
 def _warnings(one: Planned) -> Iterator[str]:
     yield from (line for line in map(in_megatron, one.estimate.warnings) if line.startswith("memory pressure"))
-    if one.run.offload_modules and one.run.offload_fraction < 1:
-        yield "--activation-offload-fraction: needs Megatron-LM 0.19; left out, all goes to the host"
+    if one.run.offload_modules:
+        fraction = one.run.offload_fraction < 1
+        yield f"--offload-modules: needs Megatron-LM {'0.19, for the fraction' if fraction else '0.16 or newer'}"
 
 
 def _words(line: Line) -> list[str]:

@@ -138,7 +138,8 @@ def _read(
     said = {word.partition("=")[0] for word in line.flags}
     if vocabulary is None and not said & {"--vocab-size", "--padded-vocab-size"}:
         notes.append(f"no --vocab-size: taken for {_VOCABULARY:,} tokens")
-    notes.extend(found.ignored)
+    if sections is None:  # settings have values for all there is, of use or not
+        notes.extend(found.ignored)
     if found.unread:
         names = " ".join(_unread(word.partition("=")[0]) for word in found.unread)
         notes.append(f"not read, so that what they change is not in these estimates: {names}")

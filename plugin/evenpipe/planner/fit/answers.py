@@ -103,6 +103,8 @@ def answers(asked: Asked) -> Answers:
     asked.step("Megatron's schedules")
     seeds = [one.run for one in _some(alike, least)]
     stock = asked.few(_some(_fastest(asked, _STOCK, asked.keep, seeds), alike, least))
+    if stock is None and not {"host", "optimizer"} & asked.keep and asked.run.precision != "fp32":
+        stock = _on_host(asked)
     evenpipe = None
     if own:
         asked.step("EvenPipe's schedules")
@@ -206,6 +208,14 @@ def _whole(weighing: Weighing, run: Run) -> Run:
     parts = run.stages * run.chunks
     fits = weighing.model.layers % parts == 0 if run.layout is None else len(run.layout) == parts
     return run if fits else weighing.balanced(run)
+
+
+def _on_host(asked: Asked) -> Planned | None:
+    """Return the fastest run whose optimizer is on the host, for where nothing else fits."""
+    if asked.run.optimizer != "adam" or asked.run.moment_bytes < 4:
+        return None
+    away = replace(asked, run=replace(asked.run, sharded_optimizer=True, optimizer_offload=1.0))
+    return _pruned(asked, _fastest(away, _STOCK, asked.keep, []), True)
 
 
 def _narrower(asked: Asked, best: Planned | None) -> Planned | None:
