@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import starmap
 from math import ceil
 from typing import Final
@@ -210,8 +210,16 @@ class Kernels:
         self._attention = calibration.narrow_attention if run.quantized_attention else 1.0
         self._attention *= calibration.around if run.context > 1 else 1.0
         self._host = 1 / (device.host_gbps * 1e9 * calibration.copy), _HOST_STEP * cluster.gpus_per_node
-        self._started = cache(self._started_of)
-        self._product: Callable[[Gemm], float] = cache(self._gemm) if like is None else like._product
+        self._like = like
+
+    # Made when first asked for: a cache of a method is a cycle, and a search makes many kernels that need neither.
+    @cached_property
+    def _started(self) -> Callable[[Operation, Pass], list[tuple[float, float, bool]]]:
+        return cache(self._started_of)
+
+    @cached_property
+    def _product(self) -> Callable[[Gemm], float]:
+        return cache(self._gemm) if self._like is None else self._like._product
 
     def seconds(self, works: Iterable[Work]) -> float:
         """All of them, one after the other; a collective that runs behind a matrix product takes what is left."""

@@ -14,6 +14,7 @@ from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.candidates import Candidate, Family, Group, candidates_of, groups, kinds_of
 from evenpipe.planner.search.question import Question, nothing_fits
+from evenpipe.schedule import without_cycle_collector
 
 __all__ = ["EQUAL", "Found", "ParetoFront", "Planned", "preference", "search"]
 
@@ -119,6 +120,7 @@ class Found:
     left_out: int = 0
 
 
+@without_cycle_collector()
 def search(question: Question, top: int = 1) -> Found:
     """Return the fastest runs, the front of memory against speed, and the best of each family.
 
