@@ -40,7 +40,7 @@ _TOGETHER: Final = (
     ("use-precision-aware-optimizer", "exp-avg-dtype", "exp-avg-sq-dtype"),
     (
         *("evenpipe-schedule", "group-size", "bpipe", "evenpipe-group-size", "evenpipe-bpipe"),
-        *("no-bpipe", "no-evenpipe-bpipe"),
+        *("no-bpipe", "no-evenpipe-bpipe", "evenpipe-delay-correction"),
     ),
 )
 _ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
