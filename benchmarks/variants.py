@@ -18,7 +18,8 @@ def patches_for(schedule: str, learner: Learner) -> PatchSet:
     if schedule != "2bw":
         return in_place_of_megatron(PipelineSchedule(schedule))
     stream = StreamSchedule()
-    stream.attach(TwoBWOptimizer(learner.replica.chunks, learner.optimizer))
+    optimizer = TwoBWOptimizer(learner.replica.chunks, learner.optimizer)
+    stream.attach(optimizer, delay_correction=learner.options.delay_correction)
     return in_place_of_megatron(stream)
 
 

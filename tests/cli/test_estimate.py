@@ -117,6 +117,10 @@ def test_a_configuration_of_hugging_face_is_estimated(capsys: pytest.CaptureFixt
         (["--model", "gpt3-69b"], "--model gpt3-69b: unknown among models, did you mean gpt3-96b?"),
         (["--framework", "megatrn"], "--framework megatrn: unknown among frameworks, did you mean megatron"),
         (["--schedule", "2bw", "--stages", "16", "--global-batch-size", "8"], "2bw needs at least as many"),
+        (
+            ["--evenpipe-delay-correction", "nesterov"],
+            "nesterov: only --schedule 2bw has gradients that are a batch late",
+        ),
         (["--layout", "4,x"], "'4,x' is no list of numbers"),
     ],
 )

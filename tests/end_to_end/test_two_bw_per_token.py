@@ -1,4 +1,7 @@
-"""2BW with `calculate_per_token_loss`: a batch's tokens divide its gradients, one batch later, as in one process."""
+"""2BW with `calculate_per_token_loss` and `overlap_param_gather` trains by the rule of one process.
+
+A batch's tokens divide its gradients, one batch later. Weights are gathered into the version that is next.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,17 @@ CASES: dict[str, dict[str, Any]] = {
         "distributed_optimizer": True,
     },
 }
+_GATHERED = {"data_parallel": 2, "distributed_optimizer": True, "lr": 0.001}
+CASES |= {
+    "DP2 x PP2, gathered beside a backward": {**_FREE, **_GATHERED, "stages": 2, "micro_batches": 2},
+    "DP2 x PP2, gathered, prediction": {
+        **_FREE,
+        **_GATHERED,
+        "stages": 2,
+        "micro_batches": 3,
+        "delay_correction": "weight-prediction",
+    },
+}
 
 
 def options_of(name: str) -> TrainOptions:
@@ -55,7 +69,15 @@ class PerToken:
         def made(*given: Any) -> Any:
             return dataclasses.replace(make(*given), calculate_per_token_loss=True)
 
-        with mock.patch.object(learner, "_config", made):
+        wrapped = learner.DistributedDataParallelConfig
+
+        def gathering(**given: Any) -> Any:
+            return wrapped(**given, overlap_param_gather=given["use_distributed_optimizer"])
+
+        with (
+            mock.patch.object(learner, "_config", made),
+            mock.patch.object(learner, "DistributedDataParallelConfig", gathering),
+        ):
             return train_cases(cases, *rest)
 
 

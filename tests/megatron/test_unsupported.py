@@ -146,7 +146,7 @@ def test_every_refused_setting_is_one_of_megatrons() -> None:
     [
         ("dsa_indexer_loss_coeff", 0.01),
         ("fp8", "hybrid"),
-        ("overlap_param_gather", True),
+        ("overlap_param_gather_with_optimizer_step", True),
         ("num_distributed_optimizer_instances", 2),
         ("cuda_graph_impl", "transformer_engine"),
         ("use_precision_aware_optimizer", True),

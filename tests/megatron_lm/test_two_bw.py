@@ -38,7 +38,7 @@ CASES = {
         (*OVERLAPPED, "--evenpipe-delay-correction", "error-feedback"),
         "torch",
     ),
-    "BERT DP2xPP2 bf16 distributed optimizer, torch": (BERT, OVERLAPPED, "torch"),
+    "BERT DP2xPP2 bf16 distributed optimizer, torch": (BERT, (*OVERLAPPED, "--overlap-param-gather"), "torch"),
     "GPT PP4 MTP bpipe, torch": (GPT, (*PP4, *MTP, "--bpipe"), "torch"),
     "BERT PP4 bpipe, torch": (BERT, (*PP4, "--bpipe"), "torch"),
     "GPT DP2xPP2 experts over both, torch_dist": (GPT, (*PP2, *SHARED_OUT), "torch_dist"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -113,6 +114,22 @@ def test_2bw_holds_two_versions_of_the_weights_and_a_batch_s_gradients() -> None
     assert two.weights == 2 * one.weights
     assert two.gradients == 2 * one.gradients  # one replica: nothing is sharded
     assert two.activations == one.activations
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_2bw_s_corrections_keep_what_docs_2bw_says(sharded: bool) -> None:
+    """Beyond 2BW's: w bytes a parameter, or o / d of what the rank steps, here fp32 masters of 16-bit weights."""
+    run = replace(RUN, schedule="2bw", stages=4, data=2, sharded_optimizer=sharded)
+
+    def parts(**given: Any) -> Any:
+        return estimate(GPT, NODE, replace(run, **given)).stages[1].bytes
+
+    without = parts()
+    for name in ("weight-prediction", "nesterov"):
+        assert parts(delay_correction=name) == without._replace(weights=without.weights * 3 / 2)
+    fed_back = without.optimizer + 4 * without.weights / 4 / (2 if sharded else 1)
+    assert parts(delay_correction="error-feedback") == without._replace(optimizer=fed_back)
+    assert parts(delay_correction="nesterov", schedule="1f1b") == parts(schedule="1f1b")
 
 
 def test_2bw_holds_what_its_paper_s_formulas_say() -> None:

@@ -288,6 +288,12 @@ def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
                 "context × pipeline): choose these so that they do"
             )
         data = nodes.gpus // of_replica
+    correction = arguments.evenpipe_delay_correction
+    if correction not in (None, "none") and arguments.schedule != "2bw":
+        raise UsageError(
+            f"--evenpipe-delay-correction {correction}: only --schedule 2bw has gradients that are a batch late: use "
+            "that, or leave --evenpipe-delay-correction out"
+        )
     precision, attention = computed_in(arguments, nodes)
     switches = {option.replace("-", "_"): getattr(arguments, option.replace("-", "_")) for option in _SWITCHES}
     return Run(

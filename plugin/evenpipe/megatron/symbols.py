@@ -175,6 +175,9 @@ ADAPTIVE: Final = (
     *expected(
         {
             f"{_DDP}.zero_grad_buffer": "(self)",
+            f"{_DDP}.start_param_sync": "(self, *unused, force_sync=False, force_dispatch=False)",
+            f"{_DDP}.enable_forward_pre_hook": "(self)",
+            f"{_DDP}.disable_forward_pre_hook": "(self, param_sync=True)",
             f"{_TRANSFORMER}.moe.moe_utils:clear_aux_losses_tracker": "()",
             "megatron.core.models.bert.bert_model:BertModel": PRESENT,
             **LOGGED_LOSSES,
@@ -304,7 +307,7 @@ _CALLED: Final[Mapping[str, Changes]] = {
     "megatron.core.optimizer.distrib_optimizer:Range.normalize": "(self, start=0)",
     **members(_GROUP, ("start_grad_sync", "finish_grad_sync"), _GRAD_SYNC),
     f"{_GROUP}.start_param_sync": "(self, force_sync=False)",
-    **members(_GROUP, ("buckets", "grad_reduce_handle")),
+    **members(_GROUP, ("buckets", "grad_reduce_handle", "param_gather_handle")),
     **members(
         _DDP, ("buffers", "expert_parallel_buffers", "bucket_groups", "expert_parallel_bucket_groups", "ddp_config")
     ),

@@ -116,7 +116,6 @@ _JOINS = "joins all stages in every iteration, which 2bw is there to avoid"
 _OUTSIDE = "keeps gradients outside of the gradient buffer"
 _SHARDED = "shards weights beyond data-parallel replicas"
 _WITH_TWO_VERSIONS: Mapping[str, str] = {
-    "overlap_param_gather": "gathers the newest weights in a forward that has to run on the ones before",
     "overlap_param_gather_with_optimizer_step": "gathers weights while a batch still runs on the ones before",
     "fp8": _ONE_VERSION,
     "fp4": _ONE_VERSION,

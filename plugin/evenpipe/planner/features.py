@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations_with_replacement
 from typing import Any, Final, get_args
 
-from evenpipe.planner.run import Adapted, Graph, Module, OffloadModule, Optimizer, Run, Sharding
+from evenpipe.planner.run import Adapted, Correction, Graph, Module, OffloadModule, Optimizer, Run, Sharding
 
 __all__ = ["add_features", "features_of", "flags_of", "of_megatron_s_schedules"]
 
@@ -19,6 +19,7 @@ _SWITCHES: Final = {
     "overlap_experts": "overlap-moe-expert-parallel-comm",
     "fused_experts": "use-transformer-engine-op-fuser",
 }
+_CORRECTION: Final = "evenpipe-delay-correction"
 _CHOICES: Final = {
     "fp8-format": ("e4m3", "hybrid"),
     "fp8-recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),
@@ -31,6 +32,7 @@ _CHOICES: Final = {
     "exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
     "data-parallel-sharding-strategy": get_args(Sharding),
     "optimizer": ("adam", "sgd", "muon", "dist_muon"),
+    _CORRECTION: get_args(Correction),
 }
 _LISTS: Final = {
     "recompute-modules": get_args(Module),
@@ -88,6 +90,7 @@ def features_of(value: Callable[[str, Any], Any]) -> dict[str, Any]:
     found |= _offloaded(value) | {"lora_rank": value("lora_rank", 0)}
     if value("lora_rank", 0) and value("lora_modules", None):
         found["lora_modules"] = tuple(value("lora_modules", ()))
+    found["delay_correction"] = value("evenpipe_delay_correction", None) or "none"
     found["optimizer_offload"] = 0.0
     if value("optimizer_cpu_offload", False):
         # `HybridDeviceOptimizer` hands no types of moments to the optimizers within it.
@@ -167,6 +170,8 @@ def _asked(run: Run) -> Iterable[tuple[str, tuple[Any, ...]]]:
             yield "activation-offload-fraction", (f"{run.offload_fraction:g}",)
         if run.offload_delta_bytes:
             yield "delta-offload-bytes-across-pp-ranks", (run.offload_delta_bytes,)
+    if run.delay_correction != "none" and run.schedule == "2bw":
+        yield _CORRECTION, (run.delay_correction,)
     if run.optimizer != "adam":
         yield "optimizer", ("dist_" * (run.optimizer == "muon" and run.sharded_optimizer is not False) + run.optimizer,)
     if run.optimizer_offload:

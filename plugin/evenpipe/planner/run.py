@@ -15,6 +15,7 @@ __all__ = [
     "ITERATIONS_WITH_LATE_GRADIENTS",
     "Adapted",
     "Attention",
+    "Correction",
     "Dispatcher",
     "EstimateError",
     "Graph",
@@ -47,6 +48,8 @@ OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "ml
 Adapted = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 #: What fully sharded replicas divide among themselves (``--data-parallel-sharding-strategy``): ZeRO-0, 1, 2 and 3.
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+#: What is done about late gradients.
+Correction = Literal["none", "error-feedback", "weight-prediction", "nesterov"]
 #: Schedules of Megatron's own, which alone run with these two.
 _MEGATRONS: Final = ("1f1b", "interleaved")
 #: Iterations of 2BW for the loss that one iteration with a flush reaches. PipeDream-2BW §5.1, GPT on Wikitext-103: test
@@ -82,6 +85,7 @@ class Run:
     sharding: of replicas under FSDP (``--use-megatron-fsdp``); not FSDP, if left out. offload_modules: whose inputs
     wait on the host for their backward; offload_fraction: of their groups; offload_delta_bytes: that each later stage
     keeps more than the one before (``--delta-offload-bytes-across-pp-ranks``).
+    delay_correction: of 2bw's late gradients (``--evenpipe-delay-correction``).
     lora_rank: of adapters beside ``lora_modules``, which alone are trained (LoRA, Hu et al. 2021); 0: no adapters.
     """
 
@@ -136,6 +140,7 @@ class Run:
     offload_delta_bytes: int = 0
     lora_rank: int = 0
     lora_modules: tuple[Adapted, ...] = get_args(Adapted)
+    delay_correction: Correction = "none"
 
     def of(self, framework: Framework) -> Run:
         """Return the same with ``framework``'s defaults, where nothing is said."""

@@ -69,10 +69,13 @@ def states(parameters: Parameters, run: Run, versions: int = 1, transposing: boo
         replaced = run.element_bytes if run.quantized_parameters else 0
         weights += (parameters.narrow + parameters.expert) * (run.quantization.weight_bytes(transposing) - replaced)
     stepped = 4 + (_STEP_OF_QUANTIZED if run.quantized_parameters else 0)
+    # A correction of late gradients keeps a copy of the weights, or of what the rank's optimizer steps (docs/2bw.md).
+    corrected = run.delay_correction if versions > 1 else "none"
     return States(
-        weights=(part if run.shards_parameters else versions) * weights,
+        weights=(part if run.shards_parameters else versions) * weights
+        + run.element_bytes * trained.all * (corrected in ("weight-prediction", "nesterov")),
         gradients=gradient * (owned if run.shards_gradients else trained.all + (versions - 1) * owned),
-        optimizer=(1 - run.optimizer_offload) * held,
+        optimizer=(1 - run.optimizer_offload) * held + 4 * owned * (corrected == "error-feedback"),
         step=0 if run.gradients_in_fp32 else stepped * owned,
     )
 

@@ -47,7 +47,7 @@ _TOGETHER: Final = (
     ),
     (
         *("evenpipe-schedule", "group-size", "bpipe", "evenpipe-group-size", "evenpipe-bpipe"),
-        *("no-bpipe", "no-evenpipe-bpipe"),
+        *("no-bpipe", "no-evenpipe-bpipe", "evenpipe-delay-correction"),
     ),
 )
 _ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -118,6 +118,9 @@ class Gradients(ABC):
     def step(self, outcome: Outcome) -> None:
         """End the reductions between stages; step with the batch's gradients, or only let go of them if skipped."""
 
+    def settle(self) -> None:  # noqa: B027 (most frameworks write all of them in the step)
+        """Wait until all of the newest weights are there, before anything reads them. Nothing to do twice."""
+
     def update_early(self, stage: int) -> bool:
         """Return whether `stage` can finish a step before the next batch's first backward.
 

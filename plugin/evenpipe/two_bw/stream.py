@@ -141,7 +141,10 @@ class TwoBW:
         """Point the parameters at the weights that all of the unit's batch uses."""
         assert self._stream is not None, "a call is being carried out"
         batch = self.first + batch_of(unit.micro_batch, self._stream[0].micro_batches)
-        self.versions.use(required_version(batch))
+        version = required_version(batch)
+        if version == self.versions.latest:
+            self.gradients.settle()
+        self.versions.use(version)
         for state in self._states:
             state.use(batch)
 
@@ -188,9 +191,12 @@ class TwoBW:
         if decides:
             self._read()
         outcome = self.outcome if decides else _NOTHING_KNOWN
+        self.gradients.settle()
         correcting = nullcontext() if self.correction is None else self.correction.stepping()
         with self.versions.writing(), _with_settings(self.gradients.param_groups, settings), correcting:
             self.gradients.step(outcome)
+            if self.correction is not None:
+                self.gradients.settle()
         if scale is not None:
             scale.step_ended(self.batch - 1, not outcome.updated)
 
@@ -220,6 +226,7 @@ class TwoBW:
         self.update()
         self._read()
         self.versions.use(self.versions.latest)
+        self.gradients.settle()
         if self.correction is not None:
             self.correction.show()
         self._start_batch()  # a checkpoint is to have what the scaler knows then

@@ -130,8 +130,9 @@ REFUSED = {
     "2bw, virtual": ({"schedule": "2bw"}, {"virtual_pipeline_model_parallel_size": 2}, "2bw: .*no virtual stages$"),
     "2bw, gathered early": (
         {"schedule": "2bw", "bpipe": True},
-        {"overlap_param_gather": True},
-        "--evenpipe-schedule 2bw: --overlap-param-gather gathers .*: leave it out, or use --evenpipe-schedule 1f1b$",
+        {"overlap_param_gather_with_optimizer_step": True},
+        "--evenpipe-schedule 2bw: --overlap-param-gather-with-optimizer-step gathers .*: leave it out, or use "
+        "--evenpipe-schedule 1f1b$",
     ),
     "2bw, fp8": ({"schedule": "2bw"}, {"fp8": "hybrid"}, "--evenpipe-schedule 2bw: --fp8-format "),
     "2bw, captured": ({"schedule": "2bw"}, {"cuda_graph_impl": "transformer_engine"}, "2bw: --cuda-graph-impl "),

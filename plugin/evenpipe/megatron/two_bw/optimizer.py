@@ -78,6 +78,12 @@ class TwoBWOptimizer(Gradients):
         for bucket in self._buckets:
             # Asynchronous whether or not Megatron was told to overlap it with the last backward.
             bucket.ddp_config = dataclasses.replace(bucket.ddp_config, overlap_grad_reduce=True)
+        self._gathers = bool(model[0].ddp_config.overlap_param_gather)
+        if self._gathers:
+            # Forwards wait for versions, not for what each layer finds under way.
+            model[0].disable_forward_pre_hook()
+            for name in ("start_param_sync", "enable_forward_pre_hook", "disable_forward_pre_hook"):
+                setattr(model[0], name, _done_by_two_bw)
         self._tokens: Tensor | None = None  # of the submitted batch, on the last stage
         self._divisor = 1.0  # its gradients', by all stages' figures
         self._own: OwnGradients | None = None
@@ -181,9 +187,19 @@ class TwoBWOptimizer(Gradients):
                     part.step_with_ready_grads()
             if _is_layer_wise(self._optimizer):
                 self._optimizer.allgather_params()
+            if self._gathers:
+                for bucket in self._buckets:
+                    bucket.start_param_sync()
         self.routers.step()
         self._forget()
         self._pending = False
+
+    def settle(self) -> None:
+        """With `overlap_param_gather`, the replicas' shards of the newest version are gathered until it is used."""
+        for bucket in self._buckets if self._gathers else ():
+            if bucket.param_gather_handle is not None:
+                bucket.param_gather_handle.wait()
+                bucket.param_gather_handle = None
 
     def _prepare(self, optimizer: Any, norm: float | None) -> None:
         """Do what Megatron's optimizers do with gradients that are whole, and finite, before they step."""
@@ -333,7 +349,7 @@ def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any], biases: Se
 
 
 def _done_by_two_bw(*_: Any, **__: Any) -> None:
-    """Gradients are zeroed when nothing needs them any more."""
+    """Gradients are zeroed when nothing needs them any more, and weights gathered into the version that is next."""
 
 
 def _buffers(model: Sequence[Any]) -> list[Any]:
