@@ -41,6 +41,10 @@ PRINTED = {
     "run": ("train", "--engine", "module", *SIZES, *TRAIN),
     "fit": ("fit", "--cluster", "1x4-h100", "--keep", "t,p,c,e,b,v,optimizer,gradients,moments,placement", "--", *LINE),
     "layout": ("partition", "--megatron", "--device", "h100", "--", *LINE[4:]),
+    "layout-check": (
+        *("partition", "--megatron", "--cluster", "1x8-h100", "--check", "Ett|ttt|ttt|L"),
+        *("--", *LINE[4:]),
+    ),
     "patches": ("patches",),
     "doctor": ("doctor",),
 }

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import Size, build
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.scaling import PipelineScaler
@@ -140,6 +141,14 @@ def refusal(step: Any, *given: Any, **named: Any) -> str:
     return ""
 
 
+class Remarks(Observer):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def remark(self, line: str) -> None:
+        self.lines.append(line)
+
+
 def carry_out(name: str, rank: int, folder: Path) -> dict[str, Any]:
     chunks, compiles = CASES[name]
     parts = STAGES * chunks
@@ -148,7 +157,9 @@ def carry_out(name: str, rank: int, folder: Path) -> dict[str, Any]:
         made = part_of(parts, position)
         return torch.compile(made, backend="aot_eager") if compiles else made
 
-    pipeline = ModulePipeline(part, build(name.partition(",")[0], Size(STAGES, MICRO_BATCHES, chunks)), loss)
+    told = Remarks()
+    program = build(name.partition(",")[0], Size(STAGES, MICRO_BATCHES, chunks))
+    pipeline = ModulePipeline(part, program, loss, observer=told)
     model = whole(parts)
     tokens, named = batch()
     mean = pipeline.step(tokens, tokens, **named)
@@ -163,6 +174,7 @@ def carry_out(name: str, rank: int, folder: Path) -> dict[str, Any]:
             {name: one for name, one in pipeline.state_dict().items() if "running" in name} or {"": torch.zeros(1)},
             {**model.state_dict(), "": torch.zeros(1)},
         ),
+        "remarks": told.lines,
         "mistyped": refusal(pipeline.step, tokens, tokens, **named, mosk=named["mask"]),
     }
     state = pipeline.full_state_dict()

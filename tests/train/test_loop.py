@@ -33,6 +33,16 @@ def test_keywords_reach_the_parts_that_take_them_and_shapes_are_found(ranks: lis
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_a_part_that_is_compiled_as_a_whole_is_said_to_have_no_second_half(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    chunks, compiles = CASES[name]
+    for rank in ranks:
+        assert len(rank[name]["remarks"]) == (chunks if compiles else 0)
+        assert all("is compiled as a whole, so " in line for line in rank[name]["remarks"])
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_one_norm_over_all_stages_clips_as_torch_does(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         mine, theirs = rank[name]["norms"]

@@ -138,6 +138,19 @@ class Layout(WrittenLayout):
     layers: list[Layer]
 
 
+class LayoutCheck(_Document):
+    """A layout beside the best one (`partition --megatron --check`); slower: by this part of the best's iteration."""
+
+    format: Literal["evenpipe.layout-check/1"]
+    problem: str | None
+    layout: str
+    slower: float
+    slowest_stage: int
+    estimate: Estimate
+    best: str
+    best_estimate: Estimate
+
+
 class Run(_Document):
     """A run that was measured. What is not finite is null, but in losses_hex; timeline: the last iteration's."""
 
@@ -263,6 +276,7 @@ FORMATS: Final[Mapping[str, type[BaseModel]]] = {
     "plan": Plan,
     "partition": Partition,
     "layout": Layout,
+    "layout-check": LayoutCheck,
     "run": Run,
     "demo": Demo,
     "doctor": Doctor,

@@ -1,5 +1,4 @@
-"""Checkpoints of a training, from which it goes on to the bit: a model as `from_pretrained` has it, and each stage's
-optimizer, scheduler and random state."""
+"""Checkpoints from which a training goes on to the bit: the model, and each stage's optimizer and random state."""
 
 from __future__ import annotations
 
