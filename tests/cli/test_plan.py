@@ -114,3 +114,45 @@ def test_an_unknown_key_of_a_model_s_file_is_named_with_its_path(
     with pytest.raises(SystemExit):
         main([*ASKED, "--model", str(own)])
     assert "mine.yaml: mine.hiden: unknown key, did you mean hidden?" in capsys.readouterr().err
+
+
+UNLIKE = """
+clusters:
+  ours:
+    gpus_per_node: 4
+    node_gbps: 3.0  # between the groups
+    latency_us: 25.0
+    node_latency_us: 40.0
+    nodes:
+      - {device: h100, count: 2, node_gbps: 50.0, node_latency_us: 25.0}
+      - {device: a100-80gb, count: 1, slowness: 1.25}
+      - {device: a100-80gb, count: 1}
+"""
+
+
+def test_stages_of_a_plan_on_unlike_nodes_say_where_they_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan's own commands estimate it, and write the files that start it in the order of the list."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text(UNLIKE)
+    asked = ["plan", "--model", "llama3-8b", "--cluster", "own.yaml", "--global-batch-size", "32"]
+    main([*asked, "--schedule", "1f1b", "--stages", "4", "--no-bpipe", "--json", "--top", "1"])
+    plan = Plan.model_validate_json(capsys.readouterr().out)
+    where = ["nodes 0-1 (h100)"] * 2 + ["node 2 (a100-80gb, slowness 1.25)", "node 3 (a100-80gb)"]
+    assert [stage.nodes for stage in plan.plans[0].each_stage] == where
+    estimate, recipe = (shlex.split(command)[1:] for command in plan.commands)
+    main(estimate)
+    assert "stages 0-1 on nodes 0-1 (h100); stage 2 on node 2 (a100-80gb, slowness 1.25)" in capsys.readouterr().out
+    main(recipe)
+    readme = Path("DIR", "README.md").read_text()
+    assert "On node N, from 0 to 3" in readme
+    assert "GiB** of 79.1." in readme, "the fullest stage is on the H100s"
+    with pytest.raises(SystemExit):
+        main([word if word != "torchrun" else "slurm" for word in recipe] + ["--force"])
+    assert "--launcher slurm: orders nodes itself, and own.yaml has unlike ones" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(
+            ["partition", "--model", "gpt2-large", "--stages", "2", "--micro-batch-size", "1", "--cluster", "own.yaml"]
+        )
+    assert "own.yaml: has unlike nodes, whose layers evenpipe plan lays out" in capsys.readouterr().err

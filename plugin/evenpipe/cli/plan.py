@@ -19,6 +19,7 @@ from evenpipe.cli.estimate import (
     known_names,
     model_and_cluster,
     notes_of,
+    stages_on,
     words_of,
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
@@ -170,6 +171,8 @@ def show(plan: Plan, command: str) -> None:
     console.print(f"GiB of each stage, of {plan.device_gib:g} (×: so many stages in a row)", style="bold")
     for number, one in enumerate(plan.plans, 1):
         console.print(f"  {number}: {_memory(one)}", soft_wrap=True)
+        if one.each_stage[0].nodes:
+            console.print(f"     {stages_on([stage.nodes for stage in one.each_stage])}", soft_wrap=True)
     best = plan.plans[0]
     if best.global_batch_size < plan.global_batch_size:
         console.print(
@@ -290,7 +293,8 @@ def _recipe_of(arguments: Namespace, question: Question, best: PlannedRun) -> st
         words += [f"--{name.replace('_', '-')}", text] if given is not None else []
     words += [word for flag in flags_of(replace(question.asked, recompute="selective")) for word in flag]
     words += ["--no-bpipe"] * (not arguments.bpipe) + ["--delayed"] * arguments.delayed
-    launcher = "slurm" if question.cluster.nodes > 1 else "torchrun"
+    one_by_one = "deepspeed" if arguments.framework == "deepspeed" else "torchrun"
+    launcher = one_by_one if question.cluster.groups else "slurm" if question.cluster.nodes > 1 else "torchrun"
     return shlex.join([*words, "--launcher", launcher, "--out", "DIR"])
 
 

@@ -8,12 +8,13 @@ from functools import cache
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model
 from evenpipe.planner.estimate import Estimator
-from evenpipe.planner.iteration import hand_over, message_bytes_of
-from evenpipe.planner.kernels import FITTED, Kernels
+from evenpipe.planner.iteration import message_bytes_of
+from evenpipe.planner.kernels import FITTED
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.bounds import Divided, least_bytes, least_end_ms, least_ms, unlike
 from evenpipe.planner.search.candidates import Way, ways
 from evenpipe.planner.search.search import EQUAL, Planned
+from evenpipe.planner.stage_nodes import Placed, StageNodes
 from evenpipe.schedule import ScheduleError
 
 __all__ = ["Weighing"]
@@ -30,7 +31,8 @@ class Weighing:
         self.have = cluster.device.memory_gib * 2**30
         self._allowed = allowed
         self._estimate = Estimator(model, cluster, of)
-        self._divided = Divided(model, cluster)
+        self._nodes = StageNodes(cluster)
+        self._divided = Divided(model, self._nodes)
         self.planned = cache(self._planned)
         self._bounds = cache(self._bounds_of)
 
@@ -55,7 +57,9 @@ class Weighing:
         way = self._way(run)
         if way is None:
             return run
-        layout = self._divided.of(_plain(run)).balanced(tuple(way.where.stages))
+        layout = self._divided.of(_plain(run)).balanced(
+            tuple(way.where.stages), None if self._nodes.alike else tuple(self._nodes.of_stages(run))
+        )
         return replace(run, layout=layout, further_part=None)
 
     def near_fastest(self, runs: Iterable[Run]) -> list[Planned]:
@@ -84,19 +88,21 @@ class Weighing:
         if run.recomputed_layers is not None:
             return 0.0, 0  # bounds are of blocks that are all alike
         profile = self._divided.of(_plain(run))
-        parts = profile.parts(run.stages, run.chunks, run.layout)
+        placed = Placed(run, self._nodes, FITTED)
+        parts = profile.parts(run.stages, run.chunks, run.layout, [placed.groups[stage] for stage in way.where.stages])
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
-        message, device = message_bytes_of(self.model, run), self.cluster.device
+        message, versions = message_bytes_of(self.model, run), 2 if stream else 1
+        devices = [self._nodes.device(groups) for groups in placed.groups]
         nbytes = max(
-            least_bytes(parts, way.where, stage, way.live[stage], 2 if stream else 1, run, message, device)
+            least_bytes(parts, way.where, stage, way.live[stage], versions, run, message, devices[stage])
+            + self._nodes.lacking(placed.groups[stage])
             for stage in unlike(parts, way.where)
         )
         if nbytes > self.have:
             return 0.0, nbytes
-        kernels = Kernels(run, self.cluster, FITTED)
-        over = hand_over(self.model, run, kernels.links)
+        over = placed.fastest_hand_over(self.model, run, way.where.stages)
         ms = least_ms(parts, way.where, run, over, split, stream, way.edges)
-        return ms + least_end_ms(parts, way.where, run, kernels), nbytes
+        return ms + least_end_ms(parts, way.where, run, placed), nbytes
 
     @staticmethod
     def _way(run: Run) -> Way | None:

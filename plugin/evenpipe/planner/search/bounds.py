@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import Final, NamedTuple
 
-from evenpipe.planner.descriptions import Cluster, Device, Model
+from evenpipe.planner.descriptions import Device, Model
 from evenpipe.planner.estimate import Positions
 from evenpipe.planner.iteration import HandOver, PartTime, batch_end, part_times
 from evenpipe.planner.kernels import FITTED, Kernels
 from evenpipe.planner.operations.operation import Parameters, summed
 from evenpipe.planner.operations.parts import Block, Blocks, Part, parts_of
 from evenpipe.planner.run import Run
+from evenpipe.planner.search.balanced_layout import balanced_layout
 from evenpipe.planner.stage_bytes import Chunk, chunks_of, stage_bytes
+from evenpipe.planner.stage_nodes import ONLY, Groups, Placed, StageNodes, slowest
 from evenpipe.schedule import KINDS, Places, Size, Spec, loop
 from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 _Counts = tuple[tuple[Block, int], ...]
+_KernelsOf = Callable[[Groups], Sequence[Kernels]]
 _PartsOf = Callable[[int, int, tuple[int, ...] | None], Sequence[_Counts]]
 
 
@@ -46,10 +48,13 @@ class PartCost(NamedTuple):
 
 
 class Profile:
-    """Every kind of block under one (t, b, recompute, e), which the number of stages does not change."""
+    """Every kind of block under one (t, b, recompute, e), which the number of stages does not change.
 
-    def __init__(self, model: Model, blocks: Blocks, kernels: Kernels, parts_of: _PartsOf) -> None:
-        self._kernels, self._blocks = kernels, blocks
+    ``kernels``: of each group of equal nodes among some. ``groups``: how many there are.
+    """
+
+    def __init__(self, model: Model, blocks: Blocks, kernels: _KernelsOf, groups: int, parts_of: _PartsOf) -> None:
+        self._kernels, self._groups, self._blocks = kernels, groups, blocks
         ends = (0, model.layers)
         kinds = dict.fromkeys(kind for part in (*parts_of(1, 1, None), *parts_of(2, 1, ends)) for kind, _ in part)
         self._alone: list[Part] = [{kind: 1} for kind in kinds]
@@ -58,13 +63,19 @@ class Profile:
         self._layers = model.layers
         self._parts_of = parts_of
         self.balanced = cache(self._balanced)
+        self._of = cache(self._on)
+
+    def _on(self, groups: Groups) -> Mapping[Block, PartCost]:
+        """Times are longer to find than bytes, and not of what does not fit anyway."""
+        times = zip(*(part_times(self._alone, self._blocks, one) for one in self._kernels(groups)), strict=True)
+        each = zip(self._chunks.items(), map(slowest, times), strict=True)
+        return {kind: PartCost(time, chunk) for (kind, chunk), time in each}
 
     @cached_property
-    def _of(self) -> Mapping[Block, PartCost]:
-        """Times are longer to find than bytes, and not of what does not fit anyway."""
-        times = part_times(self._alone, self._blocks, self._kernels)
-        each = zip(self._chunks.items(), times, strict=True)
-        return {kind: PartCost(time, chunk) for (kind, chunk), time in each}
+    def _least(self) -> Mapping[Block, float]:
+        """Seconds of each kind of block, forward and backward, on the nodes where it is fastest."""
+        alone = [self._of(Groups({number})) for number in range(self._groups)]
+        return {kind: min(sum(on[kind].time[:2]) for on in alone) for kind in self._chunks}
 
     def whole(self, stages: int) -> Chunk:
         """Return all stages together, one GPU of each: parameters, and what is kept of a micro-batch beside masks."""
@@ -80,21 +91,24 @@ class Profile:
     def least_ms(self, run: Run) -> float:
         """Return milliseconds that a sample takes at least: the slowest stage has no less work than the mean one."""
         every = [one for part in self._parts_of(run.stages, 1, self._last(run.stages)) for one in part]
-        seconds = sum(sum(self._of[kind].time[:2]) * count for kind, count in every)
+        seconds = sum(self._least[kind] * count for kind, count in every)
         return _MS * seconds * run.micro_batches / run.stages / run.global_batch
 
     def _last(self, stages: int) -> tuple[int, ...]:
         """All layers on the last stage."""
         return (0,) * (stages - 1) + (self._layers,)
 
-    def parts(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> list[PartCost]:
-        """Return each part of the pipeline, in the order of the model."""
+    def parts(
+        self, stages: int, chunks: int, layout: tuple[int, ...] | None, on: Sequence[Groups] | None = None
+    ) -> list[PartCost]:
+        """Return each part of the pipeline, in the order of the model; ``on``: the nodes of each, where unlike."""
         parts = self._parts_of(stages, chunks, layout)
-        costs = {part: self._summed(part) for part in set(parts)}
-        return [costs[part] for part in parts]
+        placed = list(zip(parts, on or [ONLY] * len(parts), strict=True))
+        costs = {one: self._summed(*one) for one in set(placed)}
+        return [costs[one] for one in placed]
 
-    def _summed(self, part: _Counts) -> PartCost:
-        each = [(self._of[kind], count) for kind, count in part]
+    def _summed(self, part: _Counts, groups: Groups) -> PartCost:
+        each = [(self._of(groups)[kind], count) for kind, count in part]
         mask = max((one.chunk.attention_mask_bytes for one, _ in each), default=0.0)
         return PartCost(
             PartTime(*(sum(one.time[field] * count for one, count in each) for field in range(3))),
@@ -107,46 +121,33 @@ class Profile:
             ),
         )
 
-    def _balanced(self, owners: tuple[int, ...]) -> tuple[int, ...]:
-        """Layers of each part such that the slowest stage is as fast as can be; ``owners``: of each part, its stage.
+    def _balanced(
+        self, owners: tuple[int, ...], on: tuple[Groups, ...] | None = None, most: tuple[int, ...] | None = None
+    ) -> tuple[int, ...]:
+        """Return layers that make stages equally fast; ``on``: the nodes of each, where unlike; ``most``: its layers.
 
-        Every part between the ends has a layer. The others go one by one to the stage that is then the fastest, and
-        there to the fastest part: with layers that are alike there is nothing better. The ends count with what they
-        have beside layers. Of equal ones the later takes it, as earlier ones hold more micro-batches.
+        The ends count with what they have beside layers.
         """
-        parts = len(owners)
-        bare = self._parts_of(parts, 1, self._last(parts))
-        each = sum(self._of[self._layer].time[:2])
-        layers = [0, *[1] * (parts - 2), 0]
-        own = [
-            sum(sum(self._of[kind].time[:2]) * n for kind, n in part if not kind.endswith("layer")) + each * layers[at]
-            for at, part in enumerate(bare)
+        bare = self._parts_of(len(owners), 1, self._last(len(owners)))
+        nodes = on or (ONLY,) * (max(owners) + 1)
+        seconds = [
+            sum(sum(self._of(nodes[stage])[kind].time[:2]) * n for kind, n in part if not kind.endswith("layer"))
+            for part, stage in zip(bare, owners, strict=True)
         ]
-        of_stage: dict[int, list[tuple[float, int]]] = {}
-        for position, stage in enumerate(owners):
-            of_stage.setdefault(stage, []).append((own[position], -position))
-        queue = [(sum(seconds for seconds, _ in of), -stage) for stage, of in of_stage.items()]
-        heapq.heapify(queue)
-        for of in of_stage.values():
-            heapq.heapify(of)
-        for _ in range(self._layers - sum(layers)):
-            seconds, stage = queue[0]
-            of = of_stage[-stage]
-            fewest, position = of[0]
-            layers[-position] += 1
-            heapq.heapreplace(of, (fewest + each, position))
-            heapq.heapreplace(queue, (seconds + each, stage))
-        return tuple(layers)
+        each = [sum(self._of(groups)[self._layer].time[:2]) for groups in nodes]
+        return balanced_layout(self._layers, owners, seconds, each, most)
 
 
 class Divided:
     """Profiles of one model on one cluster, made when first asked for."""
 
-    def __init__(self, model: Model, cluster: Cluster) -> None:
-        self._model = model
+    def __init__(self, model: Model, nodes: StageNodes) -> None:
+        self._model, self._groups = model, len(nodes.cluster.kinds)
         self._profiles: dict[Run, Profile] = {}
         self._parts = cache(self._parts_of)
-        self._kernels = cache(lambda run: Kernels(run, cluster, FITTED))
+        self._kernels = cache(
+            lambda run: cache(lambda groups: [Kernels(run, one, FITTED) for one in nodes.clusters(groups)])
+        )
         self._blocks = cache(lambda run: Blocks(model, run))
 
     def of(self, run: Run) -> Profile:
@@ -156,7 +157,7 @@ class Divided:
             # What is recomputed takes as long as before.
             bare = replace(key, recompute="none", recomputed_modules=Run.recomputed_modules)
             blocks = Blocks(self._model, key, self._blocks(bare))
-            self._profiles[key] = Profile(self._model, blocks, self._kernels(bare), self._parts)
+            self._profiles[key] = Profile(self._model, blocks, self._kernels(bare), self._groups, self._parts)
         return self._profiles[key]
 
     def _parts_of(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> Sequence[_Counts]:
@@ -352,7 +353,7 @@ def least_bytes(
     if "split" in run.spec.needs:
         each += [chunk.left_bytes for chunk in own]
     saved = round(live * min(each))
-    [held] = stage_bytes(own, [saved], _alone(len(own)), versions, run, message_bytes, device)
+    [held] = stage_bytes(own, [saved], _alone(len(own)), versions, run, message_bytes, [device])
     return held.total
 
 
@@ -374,7 +375,7 @@ def least_bytes_of_any_layout(whole: Chunk, run: Run, device: Device) -> int:
     the mean of all stages: that, and their weights, gradients and optimizer state. No layout has less on its fullest.
     """
     mean = Chunk(Parameters(*(count / run.stages for count in whole.parameters)), 0.0, 0.0, 0.0)
-    [held] = stage_bytes([mean], [int(whole.kept_bytes / run.stages)], _alone(1), 1, run, 0.0, device)
+    [held] = stage_bytes([mean], [int(whole.kept_bytes / run.stages)], _alone(1), 1, run, 0.0, [device])
     return held.total
 
 
@@ -383,7 +384,7 @@ def _alone(chunks: int) -> Places:
     return loop(1, chunks)
 
 
-def least_end_ms(parts: Sequence[PartCost], where: Positions, run: Run, kernels: Kernels) -> float:
+def least_end_ms(parts: Sequence[PartCost], where: Positions, run: Run, placed: Placed) -> float:
     """Return a lower bound of the milliseconds of a batch's end: the longer end of the first stage and the last.
 
     The longest of all stages' ends is no shorter.
@@ -393,5 +394,6 @@ def least_end_ms(parts: Sequence[PartCost], where: Positions, run: Run, kernels:
         own = [parts[n] for n in where.at[stage]]
         parameters = summed(one.chunk.parameters for one in own)
         forward, backward = (sum(one.time[field] for one in own) for field in range(2))
-        most = max(most, batch_end(parameters, run, kernels, forward, backward))
+        for kernels in placed.kernels(placed.groups[stage]):
+            most = max(most, batch_end(parameters, run, kernels, forward, backward))
     return _MS * most

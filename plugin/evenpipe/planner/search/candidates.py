@@ -10,30 +10,24 @@ from typing import Final, Literal, NamedTuple
 
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.estimate import Positions, positions_of
-from evenpipe.planner.iteration import HandOver, hand_over, message_bytes_of
-from evenpipe.planner.kernels import FITTED, Kernels
 from evenpipe.planner.run import Placement, Run
 from evenpipe.planner.search.bounds import (
     Divided,
     Edges,
-    PartCost,
     Profile,
     edges_of,
-    least_bytes,
     least_bytes_of_any_layout,
-    least_end_ms,
     least_live,
     least_ms,
-    unlike,
 )
 from evenpipe.planner.search.question import Question
+from evenpipe.planner.search.shape_costs import Held, Shape, ShapeCosts
 from evenpipe.schedule import Places, ScheduleError, Size, Spec, find
 
 __all__ = [
     "Candidate",
     "Family",
     "Group",
-    "Shape",
     "Way",
     "candidates",
     "candidates_of",
@@ -74,17 +68,6 @@ _UNEVEN: Final = 8
 _LEVELLED: Final = 4
 
 
-class Shape(NamedTuple):
-    """How model and batch are divided; ``run`` has no schedule and no layout yet. ``even``: its parts have as many
-    layers each; else their stages are balanced. ``nbytes``: its fullest stage needs at least.
-    """
-
-    run: Run
-    profile: Profile
-    nbytes: int
-    even: bool = True
-
-
 class Way(NamedTuple):
     """A schedule of a shape's parts. ``size`` is what to build of it, for one batch; ``live``: `least_live`.
 
@@ -120,7 +103,7 @@ def groups(question: Question) -> Iterator[Group]:
     B mod (mb × d) = 0), else less, since more is not safe.
     """
     cluster, number = question.cluster, count()
-    divided, have = Divided(question.model, cluster), cluster.device.memory_gib * 2**30
+    divided, have = Divided(question.model, question.nodes), cluster.device.memory_gib * 2**30
     for t in question.tensors:
         base = question.base(t)
         modules = question.modules(base)
@@ -144,7 +127,8 @@ def groups(question: Question) -> Iterator[Group]:
                         global_batch=samples * d,
                     )
                     profile = divided.of(run)
-                    least = least_bytes_of_any_layout(profile.whole(p), run, cluster.device)
+                    whole = profile.whole(p)
+                    least = min(least_bytes_of_any_layout(whole, run, kind.device) for kind in cluster.kinds)
                     ms = profile.least_ms(run) if least <= have else 0.0
                     yield Group(ms, next(number), run, profile, least)
                     if least > have:
@@ -280,50 +264,10 @@ def candidates_of(question: Question, group: Group) -> Iterator[Candidate]:
             yield candidate
 
 
-class _Shared:
-    """What several schedules of a shape have in common, found once. Positions are told apart by identity, as
-    `positions_of` makes equal ones once.
-    """
-
-    def __init__(self, question: Question, shape: Shape) -> None:
-        self._model, self._shape = question.model, shape
-        self._laid_out: dict[int, tuple[tuple[int, ...] | None, Sequence[PartCost]]] = {}
-        self._unlike: dict[int, Sequence[int]] = {}
-        self._ends: dict[tuple[int, bool, bool | None], float] = {}
-        self._over: dict[tuple[bool, bool], HandOver] = {}
-        self._kernels = cache(lambda bpipe: Kernels(replace(shape.run, bpipe=bpipe), question.cluster, FITTED))
-
-    def laid_out(self, where: Positions) -> tuple[tuple[int, ...] | None, Sequence[PartCost]]:
-        """Return the layout, None where it is even, and its parts."""
-        if id(where) not in self._laid_out:
-            run, profile, _, even = self._shape
-            layout = None if even else profile.balanced(tuple(where.stages))
-            self._laid_out[id(where)] = layout, profile.parts(run.stages, run.chunks, layout)
-        return self._laid_out[id(where)]
-
-    def unlike(self, where: Positions) -> Sequence[int]:
-        if id(where) not in self._unlike:
-            self._unlike[id(where)] = unlike(self.laid_out(where)[1], where)
-        return self._unlike[id(where)]
-
-    def end_ms(self, where: Positions, tried: Run) -> float:
-        key = id(where), tried.bpipe, tried.overlap_parameters
-        if key not in self._ends:
-            self._ends[key] = least_end_ms(self.laid_out(where)[1], where, tried, self._kernels(tried.bpipe))
-        return self._ends[key]
-
-    def hand_over(self, tried: Run) -> HandOver:
-        key = tried.bpipe, tried.spec.name in (tried.blocking or ())
-        if key not in self._over:
-            self._over[key] = hand_over(self._model, tried, self._kernels(tried.bpipe).links)
-        return self._over[key]
-
-
 def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iterator[Candidate]:
-    run, device = shape.run, question.cluster.device
-    have = device.memory_gib * 2**30
-    message_bytes = message_bytes_of(question.model, run)
-    same = _Shared(question, shape)
+    run = shape.run
+    have = question.cluster.device.memory_gib * 2**30
+    same = ShapeCosts(question, shape)
     for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
         if split and run.recompute == "full":  # slower than 1F1B that recomputes as much, or less, in that memory
@@ -332,7 +276,7 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
         allowed = not question.refused(way.spec, run.stages) and not sharded
         if way.bpipe and not allowed:
             continue
-        layout, parts = same.laid_out(way.where) if shape.nbytes <= have else (None, [])
+        layout, parts = same.laid_out(way.where, way.bpipe) if shape.nbytes <= have else (None, [])
         if not shape.even and parts and len(set(layout or ())) < 2:  # which is even
             continue
         tried = replace(
@@ -344,15 +288,19 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
             overlap_parameters=run.overlap_parameters and not stream,
         )
         nbytes = shape.nbytes
-        for stage in same.unlike(way.where) if parts else ():
-            if nbytes <= have:
-                versions, live = 2 if stream else 1, way.live[stage]
-                least = least_bytes(parts, way.where, stage, live, versions, tried, message_bytes, device)
-                nbytes = max(nbytes, least)
+        if parts:
+            held = Held(way.live, 2 if stream else 1)
+            least = same.least_bytes(parts, way.where, held, tried)
+            if max(least) > have and (lighter := same.lighter(layout, way.where, held, tried)):
+                layout, parts = lighter
+                tried = replace(tried, layout=layout)
+                least = same.least_bytes(parts, way.where, held, tried)
+            nbytes = max(nbytes, *least)
         ms = 0.0
         if nbytes <= have:
-            over = same.hand_over(tried)
-            ms = least_ms(parts, way.where, tried, over, split, stream, way.edges) + same.end_ms(way.where, tried)
+            over = same.hand_over(way.where, tried)
+            ms = least_ms(parts, way.where, tried, over, split, stream, way.edges)
+            ms += same.end_ms(parts, way.where, tried)
         yield Candidate(
             ms / run.global_batch * tried.iterations,
             (way.bpipe, run.stages * run.chunks, way.size.group_size, group, number),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from evenpipe.planner.features import flags_of
 from evenpipe.planner.run import Placement, Recompute, Run
@@ -120,11 +120,20 @@ class _Part(BaseModel):
 
 
 class StagePlan(_Part):
-    """One GPU of a stage: bytes at its peak by what they are for, and milliseconds of a micro-batch."""
+    """One GPU of a stage: bytes at its peak by what they are for, and milliseconds of a micro-batch.
+
+    nodes: those that the stage is on, where a cluster has unlike ones.
+    """
 
     bytes: dict[str, int]
     forward_ms: float
     backward_ms: float
+    nodes: str = ""
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = write(self)
+        return {key: value for key, value in found.items() if key != "nodes" or value}
 
 
 class PlannedRun(_Part):
@@ -250,7 +259,7 @@ def _planned(one: Planned, asked: Run) -> PlannedRun:
         tokens_per_second_per_gpu=estimate.tokens_per_second,
         iterations_to_same_loss=run.iterations,
         uncertainty=estimate.uncertainty._asdict(),
-        memory_gib=one.most_bytes / 2**30,
+        memory_gib=estimate.fullest.bytes.total / 2**30,
         each_stage=[StagePlan.model_validate(stage) for stage in estimate.to_json()["stages"]],
         warnings=list(estimate.warnings),
         flags=" ".join(_flags(one.run, asked)),

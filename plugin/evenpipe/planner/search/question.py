@@ -11,6 +11,7 @@ from evenpipe.planner.descriptions import Cluster, Framework, Model
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.group_memory import divisors
 from evenpipe.planner.run import EstimateError, Module, Placement, Recompute, Run
+from evenpipe.planner.stage_nodes import StageNodes
 from evenpipe.schedule import NEEDS, Need, Spec, find, offered, own
 
 __all__ = ["Engine", "Question", "nothing_fits", "weighed"]
@@ -91,6 +92,10 @@ class Question:
         return ""
 
     @cached_property
+    def nodes(self) -> StageNodes:
+        return StageNodes(self.cluster)
+
+    @cached_property
     def of(self) -> Framework:
         return self.framework or framework_of(self.model, self.cluster)
 
@@ -114,7 +119,8 @@ class Question:
 
     def check(self) -> None:
         """Raises EstimateError for what no run on this cluster can compute in, and where no schedule is left."""
-        self.base(1).check_precision(self.cluster.device)
+        for kind in self.cluster.kinds:
+            self.base(1).check_precision(kind.device)
         reasons = [self.refused(find(name)) for name in self.schedules]
         if all(reasons):
             able = ", ".join(offered(self.engine.offers))
@@ -132,7 +138,7 @@ class Question:
         """c beside t: up to eight, and more for long sequences; or the one that was asked for."""
         most = max(_CONTEXTS, self.model.sequence // _LEAST_TOKENS)
         wanted = [c for c in self._contexts if self.context == c or (self.context is None and c <= most)]
-        return [c for c in wanted if self.cluster.gpus % (tensor * c) == 0]
+        return [c for c in wanted if all(kind.gpus % (tensor * c) == 0 for kind in self.cluster.kinds)]
 
     @cached_property
     def _contexts(self) -> list[int]:
