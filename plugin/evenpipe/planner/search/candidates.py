@@ -34,10 +34,11 @@ __all__ = [
     "families_of",
     "groups",
     "kinds_of",
+    "products_of",
     "ways",
 ]
 
-Kind = Literal["schedule", "bpipe", "recompute", "placement", "layout"]
+Kind = Literal["schedule", "bpipe", "recompute", "placement", "layout", "precision", "dispatcher"]
 
 
 class Family(NamedTuple):
@@ -47,7 +48,7 @@ class Family(NamedTuple):
     value: str
 
 
-def families_of(run: Run, allowed: bool) -> Iterator[Family]:
+def families_of(question: Question, run: Run, allowed: bool) -> Iterator[Family]:
     """Yield the families that a run belongs to; only the schedule's if a plan may not have that schedule."""
     yield Family("schedule", run.schedule if run.stages > 1 else "no pipeline")
     if not allowed:
@@ -58,6 +59,16 @@ def families_of(run: Run, allowed: bool) -> Iterator[Family]:
         if run.data > 1 and not run.bpipe:  # whose pairs come before replicas, whatever is asked for
             yield Family("placement", f"{run.placement} in one node")
         yield Family("layout", "even stages" if run.layout is None else "uneven stages")
+    yield from products_of(question, run)
+
+
+def products_of(question: Question, run: Run) -> Iterator[Family]:
+    """Yield the families of what a question asks several of: precisions, and dispatchers of experts' tokens."""
+    every = (question.asked, *question.further)
+    if len({(one.precision, one.quantized) for one in every}) > 1:
+        yield Family("precision", f"products in {run.quantized or run.precision}")
+    if len({one.dispatcher for one in every}) > 1:
+        yield Family("dispatcher", f"dispatcher {run.dispatcher}")
 
 
 #: Micro-batches in a row that kFkB is tried with; more of them hide slower links and hold as many times as much.
@@ -104,8 +115,8 @@ def groups(question: Question) -> Iterator[Group]:
     """
     cluster, number = question.cluster, count()
     divided, have = Divided(question.model, question.nodes), cluster.device.memory_gib * 2**30
-    for t in question.tensors:
-        base = question.base(t)
+    for base in (one for tensor in question.tensors for one in question.bases(tensor)):
+        t = base.tensor
         modules = question.modules(base)
         for c, p in question.divisions(t):
             d = cluster.gpus // (t * c * p)
@@ -113,6 +124,8 @@ def groups(question: Question) -> Iterator[Group]:
             if not samples:
                 continue
             for (e, ways), scope in product(question.experts(d * c, t), question.scopes):
+                if e == 1 and base.dispatcher != question.asked.dispatcher:
+                    continue  # nothing is dispatched
                 for b in question.micro_batches(samples):
                     run = replace(
                         base,
@@ -152,6 +165,7 @@ def _shapes(question: Question, group: Group) -> Iterator[Shape]:
 
 def kinds_of(question: Question, run: Run) -> Iterator[Family]:
     """Yield the families, schedules left out, that there may be runs of in the group of ``run``."""
+    yield from products_of(question, run)
     yield Family("recompute", f"recompute {run.recompute}")
     yield Family("bpipe", "without BPipe")
     if question.bpipe and run.stages >= _LEVELLED:
@@ -306,6 +320,6 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
             (way.bpipe, run.stages * run.chunks, way.size.group_size, group, number),
             nbytes,
             tried,
-            tuple(families_of(tried, allowed)),
+            tuple(families_of(question, tried, allowed)),
             allowed,
         )
