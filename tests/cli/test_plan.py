@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -81,6 +82,9 @@ def test_the_older_name_of_schedule_is_taken_and_not_shown(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--precision", "bf16,fp9"], "'fp9': choose of fp32, fp16, bf16, fp8, tensorwise"),
+        (["--precision", "bf16,fp8"], "has no fp8"),
+        (["--moe-dispatchers", "deepep"], "has no experts: leave it out"),
         (["--model", "gpt3-31b"], "--model gpt3-31b: unknown among models, did you mean gpt3-13b?"),
         (["--cluster", "1x8-a100-80g"], "--cluster 1x8-a100-80g: unknown among clusters, did you mean"),
         (["--framework", "deepsped"], "--framework deepsped: unknown among frameworks, did you mean deepspeed?"),
@@ -114,3 +118,72 @@ def test_an_unknown_key_of_a_model_s_file_is_named_with_its_path(
     with pytest.raises(SystemExit):
         main([*ASKED, "--model", str(own)])
     assert "mine.yaml: mine.hiden: unknown key, did you mean hidden?" in capsys.readouterr().err
+
+
+UNLIKE = """
+clusters:
+  ours:
+    gpus_per_node: 4
+    node_gbps: 3.0  # between the groups
+    latency_us: 25.0
+    node_latency_us: 40.0
+    nodes:
+      - {device: h100, count: 2, node_gbps: 50.0, node_latency_us: 25.0}
+      - {device: a100-80gb, count: 1, slowness: 1.25}
+      - {device: a100-80gb, count: 1}
+"""
+
+
+def test_stages_of_a_plan_on_unlike_nodes_say_where_they_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan's own commands estimate it, and write the files that start it in the order of the list."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text(UNLIKE)
+    asked = ["plan", "--model", "llama3-8b", "--cluster", "own.yaml", "--global-batch-size", "32"]
+    main([*asked, "--schedule", "1f1b", "--stages", "4", "--no-bpipe", "--json", "--top", "1"])
+    plan = Plan.model_validate_json(capsys.readouterr().out)
+    where = ["nodes 0-1 (h100)"] * 2 + ["node 2 (a100-80gb, slowness 1.25)", "node 3 (a100-80gb)"]
+    assert [stage.nodes for stage in plan.plans[0].each_stage] == where
+    estimate, recipe = (shlex.split(command)[1:] for command in plan.commands)
+    main(estimate)
+    assert "stages 0-1 on nodes 0-1 (h100); stage 2 on node 2 (a100-80gb, slowness 1.25)" in capsys.readouterr().out
+    main(recipe)
+    readme = Path("DIR", "README.md").read_text()
+    assert "On node N, from 0 to 3" in readme
+    assert "GiB** of 79.1." in readme, "the fullest stage is on the H100s"
+    with pytest.raises(SystemExit):
+        main([word if word != "torchrun" else "slurm" for word in recipe] + ["--force"])
+    assert "--launcher slurm: orders nodes itself, and own.yaml has unlike ones" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(
+            ["partition", "--model", "gpt2-large", "--stages", "2", "--micro-batch-size", "1", "--cluster", "own.yaml"]
+        )
+    assert "own.yaml: has unlike nodes, whose layers evenpipe plan lays out" in capsys.readouterr().err
+
+
+def test_several_precisions_are_weighed_only_where_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "llama3-8b", "--cluster", "1x8-h100", "--global-batch-size", "32", "--schedule", "1f1b"]
+
+    def planned(*more: str) -> Plan:
+        main([*asked, "--json", "--top", "1", *more])
+        return Plan.model_validate_json(capsys.readouterr().out)
+
+    bf16, fp8, both = planned(), planned("--precision", "tensorwise"), planned("--precision", "bf16,tensorwise")
+    assert [one.plans[0].quantized for one in (bf16, fp8, both)] == [None, "tensorwise", "tensorwise"]
+    assert both.plans[0].iteration_ms == fp8.plans[0].iteration_ms < bf16.plans[0].iteration_ms
+    assert planned("--precision", "fp8", "--fp8-recipe", "tensorwise").plans == fp8.plans
+    [reason] = [one.reason for one in both.rejected if one.family == "products in bf16"]
+    assert "slower" in reason
+    main(["estimate", *asked[1:5], *both.plans[0].flags.split(), "--json"])
+    assert json.loads(capsys.readouterr().out)["iteration_ms"] == both.plans[0].iteration_ms
+
+
+def test_several_dispatchers_are_weighed_only_where_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "qwen3-30b-a3b", "--cluster", "2x8-h100", "--global-batch-size", "64", "--stages", "1"]
+    main([*asked, "--moe-dispatchers", "alltoall,hybridep", "--schedule", "1f1b", "--json", "--top", "1"])
+    plan = Plan.model_validate_json(capsys.readouterr().out)
+    assert (plan.plans[0].expert_parallel > 1, plan.plans[0].dispatcher) == (True, "hybridep")
+    assert "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep" in plan.plans[0].flags
+    assert [one.family for one in plan.rejected].count("dispatcher alltoall") == 1
+    assert "--moe-dispatchers alltoall,hybridep" in plan.commands[1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -44,6 +45,7 @@ __all__ = [
     "model_and_cluster",
     "notes_of",
     "show",
+    "stages_on",
     "words_of",
 ]
 
@@ -105,7 +107,7 @@ def computed_in(arguments: Namespace, nodes: Cluster) -> tuple[Precision | None,
     A GPU that computes no bf16 is older than Ampere, on which FlashAttention 2 does not run: there, without a word,
     fp16 and in Megatron unfused attention.
     """
-    if "bf16" in nodes.device.tflops:
+    if all("bf16" in kind.device.tflops for kind in nodes.kinds):
         return arguments.precision, arguments.attention
     unfused: Attention | None = None if arguments.framework == "deepspeed" else "unfused"
     return arguments.precision or "fp16", arguments.attention or unfused
@@ -156,8 +158,9 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
     )
     console.print(title, style="bold")
     parts = ("weights", "grads", "optim", "saved", "buffers", "comm")
+    sizes = " or ".join(dict.fromkeys(f"{kind.device.memory_gib:g}" for kind in nodes.kinds))
     caption = (
-        f"GiB, of {nodes.device.memory_gib:g}; milliseconds of a micro-batch; waits: the rest of an iteration, for "
+        f"GiB, of {sizes}; milliseconds of a micro-batch; waits: the rest of an iteration, for "
         "other stages, replicas and the step"
     )
     rows = []
@@ -167,6 +170,8 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
         times = f"{stage.forward_ms:.4g}", f"{stage.backward_ms:.4g}", f"{max(0.0, 1 - computes):.0%}"
         rows.append((str(number), *held, *times))
     print_table(console, ("stage", *parts, "total", "forward", "backward", "waits"), rows, caption, optional=parts)
+    if nodes.groups:
+        console.print(stages_on([stage.nodes for stage in shown.stages]), soft_wrap=True)
     sure = shown.uncertainty
     console.print(
         f"{'fits' if shown.fits else 'does not fit'}; iteration {shown.iteration_ms:,.0f} ms ({sure}: "
@@ -175,6 +180,15 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
     rates = (f"{shown.logged_tflops:.1f} TFLOP/s/GPU {AS_LOGGED}", f"MFU {shown.mfu:.1%} {AS_IN_PAPERS}")
     for line in (*rates, *lines):
         console.print(line, soft_wrap=True)
+
+
+def stages_on(nodes: Sequence[str]) -> str:
+    """Return which stages are on which nodes, in words; ``nodes``: of each stage."""
+    found = []
+    for name, stages in groupby(range(len(nodes)), key=lambda stage: nodes[stage]):
+        first, *rest = stages
+        found.append(f"stage{f's {first}-{rest[-1]}' if rest else f' {first}'} on {name}")
+    return "; ".join(found)
 
 
 #: BPipe's words for what is recomputed.

@@ -22,7 +22,7 @@ from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.finding import can_fit, find_plan, largest_batch
 from evenpipe.partition.search.plan import Plan
-from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, device, names
+from evenpipe.planner.descriptions import Cluster, DescriptionError, device, equal_nodes, names
 from evenpipe.report.figures import Division, draw_divisions
 from evenpipe.report.files import is_special, write_atomically
 from evenpipe.schedule import ScheduleError
@@ -53,7 +53,7 @@ def show_layout(arguments: Namespace) -> int:
             "--megatron: which flags? Give those of the run after --: evenpipe partition --megatron -- ..."
         )
     try:
-        where = None if arguments.cluster is None else cluster(arguments.cluster)
+        where = None if arguments.cluster is None else equal_nodes(arguments.cluster)
     except DescriptionError as error:
         raise UsageError(f"--cluster {error}") from error
     if where is not None and arguments.device is not None:

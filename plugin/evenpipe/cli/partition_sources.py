@@ -23,7 +23,7 @@ from evenpipe.partition.search.batch_clock import StageLinks
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.timing import Measured, Roofline, RooflineError, TimeSource
 from evenpipe.partition.trace import Graph, TraceError, trace, weightless
-from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, device
+from evenpipe.planner.descriptions import Cluster, DescriptionError, device, equal_nodes
 
 __all__ = ["Source"]
 
@@ -92,7 +92,7 @@ class Source:
     def _cluster(self) -> Cluster | None:
         name = self.arguments.cluster
         try:
-            return None if name is None else cluster(name)
+            return None if name is None else equal_nodes(name)
         except DescriptionError as error:
             raise UsageError(f"--cluster {error}") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Final, get_args
@@ -19,6 +19,7 @@ from evenpipe.cli.estimate import (
     known_names,
     model_and_cluster,
     notes_of,
+    stages_on,
     words_of,
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
@@ -28,7 +29,8 @@ from evenpipe.deepspeed.section import OFFERS
 from evenpipe.planner.arguments import Values
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Framework, Model, Precision
 from evenpipe.planner.features import add_features, features_of, flags_of, of_megatron_s_schedules
-from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Attention, EstimateError, Run
+from evenpipe.planner.quantized import Quantized
+from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Attention, Dispatcher, EstimateError, Run
 from evenpipe.planner.search.plan import Plan, PlannedRun, brief, plan_of
 from evenpipe.planner.search.question import Engine, Question, weighed
 from evenpipe.planner.search.search import Found, search
@@ -59,7 +61,10 @@ def engine_of(framework: Framework) -> Engine:
 
 
 #: Options that fix something of the runs that are searched, as attributes.
-SEARCHED = ("schedule", "tensor_parallel", "context_parallel", "stages", "micro_batch_size", "precision", "attention")
+SEARCHED = (
+    *("schedule", "tensor_parallel", "context_parallel", "stages", "micro_batch_size", "precision", "attention"),
+    "moe_dispatchers",
+)
 
 
 def add_search_options(parser: ArgumentParser, title: str, description: str | None = None) -> _ArgumentGroup:
@@ -74,7 +79,14 @@ def add_search_options(parser: ArgumentParser, title: str, description: str | No
     group.add_argument("--context-parallel", "--context", type=positive, metavar="C")
     group.add_argument("--stages", "--pipeline", type=positive, metavar="P")
     group.add_argument("--micro-batch-size", "--micro-batch", type=positive, metavar="B")
-    group.add_argument("--precision", choices=get_args(Precision))
+    several = "several are weighed beside each other; fp8: as --fp8-recipe says, or delayed"
+    group.add_argument(
+        "--precision", type=_listed(_PRECISIONS), metavar="NAME[,NAME...]", help=f"{' | '.join(_PRECISIONS)}; {several}"
+    )
+    dispatchers = f"{' | '.join(get_args(Dispatcher))}: experts' dispatchers to weigh beside each other"
+    group.add_argument(
+        "--moe-dispatchers", type=_listed(get_args(Dispatcher)), metavar="NAME[,NAME...]", help=dispatchers
+    )
     group.add_argument("--attention", choices=get_args(Attention))
     add_features(parser.add_argument_group("products, experts, graphs, optimizer, offloading", "as Megatron's flags"))
     return group
@@ -85,6 +97,45 @@ def _names(text: str) -> tuple[str, ...]:
     if not all(names):
         raise ArgumentTypeError(f"{text!r}: give names, with a comma between two")
     return names
+
+
+#: What products may be computed in.
+_PRECISIONS: Final = (*get_args(Precision), "fp8", *get_args(Quantized))
+
+
+def _listed(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def read(text: str) -> tuple[str, ...]:
+        for name in _names(text):
+            if name not in known:
+                raise ArgumentTypeError(f"{name!r}: choose of {', '.join(known)}, with a comma between two")
+        return tuple(dict.fromkeys(_names(text)))
+
+    return read
+
+
+def _each_asked(arguments: Namespace, of: Model, nodes: Cluster) -> list[Run]:
+    """Return a run for each precision and dispatcher that is named, with what else is asked for."""
+    names: tuple[str, ...] = arguments.precision or ()
+    plain = names[0] if len(names) == 1 and names[0] in get_args(Precision) else None
+    precision, attention = computed_in(
+        Namespace(framework=arguments.framework, precision=plain, attention=arguments.attention), nodes
+    )
+    asked = Run(global_batch=1, precision=precision, attention=attention, **features_of(Values(arguments)))
+    found = [asked] if plain or not names else [_computed_in(asked, name, arguments.fp8_recipe) for name in names]
+    if arguments.moe_dispatchers and of.experts is None:
+        raise UsageError(f"--moe-dispatchers: {of.name} has no experts: leave it out")
+    dispatchers = arguments.moe_dispatchers or (asked.dispatcher,)
+    return [replace(one, dispatcher=dispatcher) for one in found for dispatcher in dispatchers]
+
+
+def _computed_in(asked: Run, name: str, recipe: str | None) -> Run:
+    """Return the run with products in that precision; those in 8 and 4 bits are beside bf16."""
+    if name in get_args(Precision):
+        plain = {"quantized": None, "quantized_parameters": False, "quantized_attention": False}
+        return replace(asked, precision=name, **plain)  # type: ignore[arg-type]
+    quantized = recipe or "delayed" if name == "fp8" else name
+    narrow = {"quantized_attention": False, "quantized_parameters": False} if quantized == "nvfp4" else {}
+    return replace(asked, precision="bf16", quantized=quantized, **narrow)  # type: ignore[arg-type]
 
 
 def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
@@ -99,11 +150,11 @@ def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
             find(name)
         except ScheduleError as error:
             raise UsageError(f"--schedule {str(error).removeprefix('schedule=')}") from error
-    precision, attention = computed_in(arguments, nodes)
-    asked = Run(global_batch=1, precision=precision, attention=attention, **features_of(Values(arguments)))
+    asked, *further = every = _each_asked(arguments, of, nodes)
     if flag := of_megatron_s_schedules(asked):
         raise UsageError(f"{flag}: EvenPipe's schedules run without it: leave it out, or ask evenpipe estimate")
-    for line in notes_of(arguments, of, replace(asked.of(named), recompute="selective"), searched=True):
+    narrowest = next((one for one in every if one.quantized not in (None, "nvfp4")), every[-1])
+    for line in notes_of(arguments, of, replace(narrowest.of(named), recompute="selective"), searched=True):
         print(f"evenpipe: {line}", file=sys.stderr)
     return Question(
         of,
@@ -119,6 +170,7 @@ def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
         arguments.stages,
         arguments.micro_batch_size,
         arguments.context_parallel,
+        tuple(further),
     )
 
 
@@ -170,6 +222,8 @@ def show(plan: Plan, command: str) -> None:
     console.print(f"GiB of each stage, of {plan.device_gib:g} (×: so many stages in a row)", style="bold")
     for number, one in enumerate(plan.plans, 1):
         console.print(f"  {number}: {_memory(one)}", soft_wrap=True)
+        if one.each_stage[0].nodes:
+            console.print(f"     {stages_on([stage.nodes for stage in one.each_stage])}", soft_wrap=True)
     best = plan.plans[0]
     if best.global_batch_size < plan.global_batch_size:
         console.print(
@@ -196,7 +250,8 @@ def _schedule(one: PlannedRun) -> str:
     words += [f"c={one.context_parallel}"] * (one.context_parallel > 1)
     apart = one.expert_tensor_parallel != one.tensor_parallel
     words += [f"e={one.expert_parallel}"] * (one.expert_parallel > 1) + [f"et={one.expert_tensor_parallel}"] * apart
-    words += ["BPipe"] * one.bpipe
+    words += ["BPipe"] * one.bpipe + [one.quantized or ""] * bool(one.quantized)
+    words += [one.dispatcher] * (one.dispatcher != "alltoall")
     words += ["uneven"] * (one.layout is not None)
     return " ".join(words + ["pipeline in one node"] * (one.placement == "pipeline"))
 
@@ -290,7 +345,8 @@ def _recipe_of(arguments: Namespace, question: Question, best: PlannedRun) -> st
         words += [f"--{name.replace('_', '-')}", text] if given is not None else []
     words += [word for flag in flags_of(replace(question.asked, recompute="selective")) for word in flag]
     words += ["--no-bpipe"] * (not arguments.bpipe) + ["--delayed"] * arguments.delayed
-    launcher = "slurm" if question.cluster.nodes > 1 else "torchrun"
+    one_by_one = "deepspeed" if arguments.framework == "deepspeed" else "torchrun"
+    launcher = one_by_one if question.cluster.groups else "slurm" if question.cluster.nodes > 1 else "torchrun"
     return shlex.join([*words, "--launcher", launcher, "--out", "DIR"])
 
 

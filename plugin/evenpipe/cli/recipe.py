@@ -53,8 +53,7 @@ def show_check(folder: Path, checkout: Path | None) -> int:
         print(printable(f"note: {' '.join(line.split())}"))
     if found.estimate is not None and not problems:
         estimate = found.estimate
-        most = max(stage.bytes.total for stage in estimate.stages) / 2**30
-        gib = written.about.cluster.device.memory_gib
+        most, gib = estimate.fullest_gib(written.about.cluster.device)
         print(
             f"{folder}: fits: {most:.1f} of {gib:g} GiB, {estimate.iteration_ms:,.0f} ms an iteration, "
             f"MFU {estimate.mfu:.1%}"
@@ -176,8 +175,8 @@ def _write(arguments: Namespace) -> None:
             f"--out {arguments.out}: {error.strerror or error}: name a folder that can be written"
         ) from error
     found = recipe.estimate
-    most = max(stage.bytes.total for stage in found.stages) / 2**30
-    needs = f"{most:.1f} of {recipe.cluster.device.memory_gib:g} GiB" if found.fits else f"does not fit: {found.reason}"
+    most, gib = found.fullest_gib(recipe.cluster.device)
+    needs = f"{most:.1f} of {gib:g} GiB" if found.fits else f"does not fit: {found.reason}"
     print(f"{arguments.out}: {', '.join(files)}")
     print(f"an iteration takes {found.iteration_ms:,.0f} ms ({found.uncertainty}), MFU {found.mfu:.1%}; {needs}")
 

@@ -17,9 +17,16 @@ __all__ = ["reason_of", "warnings_of"]
 _GIB: Final = 2**30
 
 
-def reason_of(held: Sequence[StageBytes], device: Device, run: Run) -> str | None:
+def _free(held: Sequence[StageBytes], devices: Sequence[Device]) -> list[float]:
+    """Return the GiB that each stage has left."""
+    return [device.memory_gib - stage.total / _GIB for stage, device in zip(held, devices, strict=True)]
+
+
+def reason_of(held: Sequence[StageBytes], devices: Sequence[Device], run: Run) -> str | None:
     """One line, or None if all stages fit."""
-    most = max(range(len(held)), key=lambda stage: held[stage].total)
+    free = _free(held, devices)
+    most = free.index(min(free))
+    device = devices[most]
     need, have = held[most].total / _GIB, device.memory_gib
     if need <= have:
         return None
@@ -58,15 +65,18 @@ def warnings_of(
     cluster: Cluster,
     run: Run,
     held: Sequence[StageBytes],
+    devices: Sequence[Device],
     times_ms: Sequence[tuple[float, float]],
     working_bytes: float,
     eviction_ms: float,
 ) -> list[str]:
-    """``times_ms``: forward and backward of each stage; ``working_bytes``: what the backward of a micro-batch takes."""
+    """``devices``, ``times_ms``: of each stage its smallest, and its forward and backward; ``working_bytes``: what the
+    backward of a micro-batch takes.
+    """
     found = [
         *([f"left out of the model's description: {', '.join(model.left_out)}"] if model.left_out else []),
         *_unfused(model, run),
-        *_pressure(cluster, run, held, working_bytes),
+        *_pressure(devices, run, held, working_bytes),
         *_above(run, held),
         *_slowest(run, times_ms),
         *_evictions(cluster, run, times_ms, eviction_ms),
@@ -92,9 +102,10 @@ def _unfused(model: Model, run: Run) -> Iterator[str]:
     )
 
 
-def _pressure(cluster: Cluster, run: Run, held: Sequence[StageBytes], working_bytes: float) -> Iterator[str]:
-    have = cluster.device.memory_gib
-    most = max(stage.total for stage in held) / _GIB
+def _pressure(devices: Sequence[Device], run: Run, held: Sequence[StageBytes], working_bytes: float) -> Iterator[str]:
+    free = _free(held, devices)
+    at = free.index(min(free))
+    have, most = devices[at].memory_gib, held[at].total / _GIB
     segments = "" if run.expandable_segments else "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or "
     if have * (1 - _NEAR) < most <= have:
         yield (

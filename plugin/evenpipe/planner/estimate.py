@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from evenpipe.planner.advice import reason_of, warnings_of
 from evenpipe.planner.beside_compute import beside_moves
 from evenpipe.planner.counted_flops import logged_flops, model_flops
-from evenpipe.planner.descriptions import Cluster, Framework, Model, framework
+from evenpipe.planner.descriptions import Cluster, Device, Framework, Model, framework
 from evenpipe.planner.iteration import (
-    HandOver,
     PartTime,
     Simulated,
     batch_end,
-    hand_over,
+    embeddings_end,
     message_bytes_of,
     part_times,
     simulated,
 )
-from evenpipe.planner.kernels import FITTED, Calibration, Kernels
+from evenpipe.planner.kernels import FITTED, Calibration
 from evenpipe.planner.muon import orthogonalized
 from evenpipe.planner.operations.operation import summed
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.stage_bytes import Chunk, StageBytes, chunks_of, stage_bytes
+from evenpipe.planner.stage_nodes import Placed, StageNodes, slowest
 from evenpipe.planner.uncertainty import Uncertainty, uncertainty_of
 from evenpipe.schedule import Link, Places, Programs, Queues, ScheduleError, Size, partner
 from evenpipe.simulate import Costs, Wire
@@ -74,13 +76,16 @@ _MS: Final = 1e3
 class StageEstimate(NamedTuple):
     """One GPU of one stage: bytes at its peak, and milliseconds that it computes for a micro-batch.
 
-    ``eviction_ms``: what it would take to move a micro-batch's saved activations to the partner stage.
+    ``eviction_ms``: what it would take to move a micro-batch's saved activations to the partner stage. ``lacking``:
+    bytes that its device has less than the cluster's largest. ``nodes``: of an unlike cluster, those that it is on.
     """
 
     bytes: StageBytes
     forward_ms: float
     backward_ms: float
     eviction_ms: float
+    lacking: int = 0
+    nodes: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,15 @@ class Estimate:
     warnings: tuple[str, ...]
     run: Run
 
+    @property
+    def fullest(self) -> StageEstimate:
+        """Return the stage whose device has the least memory left."""
+        return max(self.stages, key=lambda stage: stage.bytes.total + stage.lacking)
+
+    def fullest_gib(self, device: Device) -> tuple[float, float]:
+        """Return what the fullest stage needs, and what it has; ``device``: the cluster's largest."""
+        return self.fullest.bytes.total / 2**30, device.memory_gib - self.fullest.lacking / 2**30
+
     def to_json(self) -> dict[str, Any]:
         """Return the document ``evenpipe.estimate/1``."""
         return {
@@ -120,6 +134,7 @@ class Estimate:
                     "bytes": {**stage.bytes._asdict(), "total": stage.bytes.total},
                     "forward_ms": stage.forward_ms,
                     "backward_ms": stage.backward_ms,
+                    **({"nodes": stage.nodes} if stage.nodes else {}),
                 }
                 for stage in self.stages
             ],
@@ -151,6 +166,7 @@ class Estimator:
         self.cluster = cluster
         self.framework = of or framework_of(model, cluster)
         self.calibration = calibration
+        self._nodes = StageNodes(cluster)
         self._programs: dict[tuple[str, bool, Queues, bool], Programs] = {}
         self._simulated: dict[str, Simulated] = {}
 
@@ -163,41 +179,45 @@ class Estimator:
             run = replace(run, chunks=size.chunks)
             run.check(self.model, self.cluster)
         parts, blocks = parts_of(self.model, run), Blocks(self.model, run)
-        kernels = Kernels(run, self.cluster, self.calibration)
         chunks = chunks_of(parts, blocks)
-        times = beside_moves(part_times(parts, blocks, kernels), chunks, run, kernels)
+        placed = Placed(run, self._nodes, self.calibration)
         places = programs.spec.places(size)
-        placed = [[chunks[n] for n in at] for at in positions_of(places).at]
-        units = [[round(chunk.kept_bytes) for chunk in row] for row in placed]
-        left = [[round(chunk.left_bytes) for chunk in row] for row in placed]
+        where = positions_of(places)
+        by_nodes = {
+            groups: [beside_moves(part_times(parts, blocks, one), chunks, run, one) for one in placed.kernels(groups)]
+            for groups in set(placed.groups)
+        }
+        times = [slowest([each[n] for each in by_nodes[placed.groups[stage]]]) for n, stage in enumerate(where.stages)]
+        own_chunks = [[chunks[n] for n in at] for at in where.at]
+        units = [[round(chunk.kept_bytes) for chunk in row] for row in own_chunks]
+        left = [[round(chunk.left_bytes) for chunk in row] for row in own_chunks]
         message_bytes = message_bytes_of(self.model, run)
-        evictions = [Wire(*(_MS * seconds for seconds in kernels.links.eviction(max(row)))) for row in units]
-        costs, own = self._costs(run, times, places, hand_over(self.model, run, kernels.links), evictions)
+        evictions = [_eviction(placed, stage, max(row), run) for stage, row in enumerate(units)]
+        costs, own = self._costs(run, times, where, placed, evictions)
         same = repr((programs.spec.name, run.overlap_experts, run.bpipe, run.queues, size, costs, units, left))
         try:
             found = self._simulated.get(same) or simulated(programs, size, costs, units, left)
         except ScheduleError as error:
             raise EstimateError(str(error)) from error
         self._simulated[same] = found
-        held = stage_bytes(
-            chunks, found.saved_bytes, places, found.weight_versions, run, message_bytes, self.cluster.device
-        )
-        where = positions_of(places).at
-        ends = [self._end(stage, run, chunks, places, kernels, own[stage]) for stage in range(places.stages)]
+        devices = [self._nodes.device(groups) for groups in placed.groups]
+        held = stage_bytes(chunks, found.saved_bytes, places, found.weight_versions, run, message_bytes, devices)
+        ends = [self._end(stage, run, own_chunks[stage], where, placed, own[stage]) for stage in range(places.stages)]
         if run.optimizer == "muon":
             ends = [
-                end + orthogonalized([parts[n] for n in at], blocks, run, kernels)
-                for end, at in zip(ends, where, strict=True)
+                end + max(orthogonalized([parts[n] for n in at], blocks, run, one) for one in placed.kernels(groups))
+                for end, at, groups in zip(ends, where.at, placed.groups, strict=True)
             ]
         iteration_ms = found.makespan_ms + max(ends) * _MS
         stages = tuple(
-            StageEstimate(nbytes, *ms, sum(wire)) for nbytes, ms, wire in zip(held, own, evictions, strict=True)
+            StageEstimate(nbytes, *ms, sum(wire), self._nodes.lacking(groups), self._nodes.names(groups))
+            for nbytes, ms, wire, groups in zip(held, own, evictions, placed.groups, strict=True)
         )
-        flops = self.cluster.device.tflops[run.rate] * 1e12 * run.gpus
+        flops = sum(kind.device.tflops[run.rate] * 1e12 * kind.gpus for kind in self.cluster.kinds)
         gpu_seconds = iteration_ms / _MS * run.gpus
         return Estimate(
-            fits=all(stage.bytes.total <= self.cluster.device.memory_gib * 2**30 for stage in stages),
-            reason=reason_of(held, self.cluster.device, run),
+            fits=all(each.total <= of.memory_gib * 2**30 for each, of in zip(held, devices, strict=True)),
+            reason=reason_of(held, devices, run),
             mfu=model_flops(self.model, run) / (iteration_ms / _MS * flops),
             logged_tflops=logged_flops(self.model, run) / gpu_seconds / 1e12,
             iteration_ms=iteration_ms,
@@ -211,6 +231,7 @@ class Estimator:
                     self.cluster,
                     run,
                     held,
+                    devices,
                     own,
                     max(chunk.working_bytes for chunk in chunks),
                     sum(evictions[0]),
@@ -237,44 +258,56 @@ class Estimator:
         stage: int,
         run: Run,
         chunks: Sequence[Chunk],
-        places: Places,
-        kernels: Kernels,
+        where: Positions,
+        placed: Placed,
         own_ms: tuple[float, float],
     ) -> float:
         """Return seconds of the stage after its last micro-batch."""
-        parameters = summed(chunks[places.position(stage, chunk)].parameters for chunk in range(places.chunks))
-        ends = {places.order[0].stage, places.order[-1].stage}
-        copied = self.model.tied and stage in ends and len(ends) > 1
+        parameters = summed(chunk.parameters for chunk in chunks)
+        forward, backward = (ms / _MS for ms in own_ms)
+        end = max(batch_end(parameters, run, one, forward, backward) for one in placed.kernels(placed.groups[stage]))
+        ends = where.stages[0], where.stages[-1]
+        copied = self.model.tied and stage in ends and ends[0] != ends[1]
         embedding = self.model.vocabulary * self.model.hidden / run.tensor if copied else 0
-        forward, backward = own_ms
-        return batch_end(parameters, run, kernels, forward / _MS, backward / _MS, embedding)
+        return end + max(embeddings_end(embedding, run, one.links) for one in placed.between(*ends))
 
     def _costs(
-        self,
-        run: Run,
-        times: Sequence[PartTime],
-        places: Places,
-        over: HandOver,
-        evictions: Sequence[Wire],
+        self, run: Run, times: Sequence[PartTime], where: Positions, placed: Placed, evictions: Sequence[Wire]
     ) -> tuple[Costs, list[tuple[float, float]]]:
         """Return what the simulator is told, and per stage what it computes alone, forward and backward."""
         own, busy, weights = [], [], []
-        where = positions_of(places)
-        for positions, sends, returns in zip(where.at, where.sends, where.returns, strict=True):
+        hops = [hop for hop in pairwise(where.stages) if hop[0] != hop[1]]
+        over = {hop: placed.hand_over(self.model, run, *hop) for hop in dict.fromkeys(hops)}
+        for stage, positions in enumerate(where.at):
             forward, backward, late = (_MS * sum(times[n][field] for n in positions) for field in range(3))
             own.append((forward, backward))
             weights.append(late)
-            busy.append((forward + sends * over.wait_ms, backward + returns * over.wait_ms))
-        link = Wire(over.latency_ms, over.transmit_ms)
+            sends = Counter(over[hop].wait_ms for hop in hops if hop[0] == stage)
+            returns = Counter(over[hop].wait_ms for hop in hops if hop[1] == stage)
+            busy.append((forward + _total(sends), backward + _total(returns)))
+        links = {Link("forward", *hop): Wire(*one[:2]) for hop, one in over.items()}
+        links |= {Link("backward", *hop[::-1]): Wire(*one[:2]) for hop, one in over.items()}
+        usual = next(iter(links.values()), Wire())
         costs = Costs(
             forward_ms=tuple(forward for forward, _ in busy),
             backward_ms=tuple(backward for _, backward in busy),
-            wires={"forward": link, "backward": link},
-            links=dict(_moves(evictions)) if run.bpipe else {},
+            wires={"forward": usual, "backward": usual},
+            links={link: wire for link, wire in links.items() if wire != usual}
+            | (dict(_moves(evictions)) if run.bpipe else {}),
             synchronous_transfers=run.synchronous_transfers,
             weight_gradient_ms=tuple(weights),
         )
         return costs, own
+
+
+def _total(waits: Counter[float]) -> float:
+    return sum(count * wait for wait, count in waits.items())
+
+
+def _eviction(placed: Placed, stage: int, nbytes: float, run: Run) -> Wire:
+    """Return what it takes to move so many bytes to the partner stage."""
+    ways = [one.links.eviction(nbytes) for one in placed.between(stage, partner(stage, run.stages))]
+    return Wire(*(_MS * max(each) for each in zip(*ways, strict=True)))
 
 
 def _moves(evictions: Sequence[Wire]) -> Iterator[tuple[Link, Wire]]:

@@ -19,6 +19,7 @@ __all__ = [
     "PartTime",
     "Simulated",
     "batch_end",
+    "embeddings_end",
     "hand_over",
     "message_bytes_of",
     "part_times",
@@ -204,18 +205,20 @@ def _result(program: Program, found: Simulation) -> Simulated:
 _STEP_BYTES, _OF_MOMENTS = 34, 6
 
 
-def batch_end(
-    parameters: Parameters, run: Run, kernels: Kernels, forward: float, backward: float, embedding: float = 0
-) -> float:
-    """Return the seconds that the end of a batch takes on one stage.
+def embeddings_end(embedding: float, run: Run, links: Links) -> float:
+    """Return the seconds in which two stages sum the gradients of so many parameters that both have a copy of."""
+    gradient = 4 if run.gradients_in_fp32 else 2
+    return links.between_ends(0 if run.lora_rank else embedding * gradient)
 
-    ``forward``, ``backward``: the stage's seconds for a micro-batch. ``embedding``: its parameters that another stage
-    has a copy of; their gradients are summed. Where the run overlaps them, reductions hide behind the last
-    micro-batch's backward, all-gathers behind the first one's forward. Those of experts and those of all else hide
-    behind the same compute.
+
+def batch_end(parameters: Parameters, run: Run, kernels: Kernels, forward: float, backward: float) -> float:
+    """Return the seconds that the end of a batch takes on one stage, without `embeddings_end`.
+
+    ``forward``, ``backward``: the stage's seconds for a micro-batch. Where the run overlaps them, reductions hide
+    behind the last micro-batch's backward, all-gathers behind the first one's forward. Those of experts and those of
+    all else hide behind the same compute.
     """
     parameters = parameters.trained if run.lora_rank else parameters
-    embedding = 0 if run.lora_rank else embedding
     gradient = 4 if run.gradients_in_fp32 else 2
     reduced = gathered = stepped = 0.0
     narrow = run.quantization if run.quantized_parameters and not run.lora_rank else None
@@ -248,4 +251,4 @@ def batch_end(
         reduced = max(0.0, reduced - backward)
     if run.overlap_parameters:
         gathered = max(0.0, gathered - forward)
-    return reduced + gathered + stepped + kernels.links.between_ends(embedding * gradient)
+    return reduced + gathered + stepped

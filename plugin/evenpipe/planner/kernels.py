@@ -23,7 +23,7 @@ from evenpipe.planner.operations.operation import (
 )
 from evenpipe.planner.run import Dispatcher, Run
 
-__all__ = ["FITTED", "UNFITTED", "Calibration", "Kernels", "Links"]
+__all__ = ["FITTED", "UNFITTED", "Calibration", "Kernels", "Links", "in_pairs"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ FITTED: Final = Calibration(gemm=0.886, unfused=1.233, peer=0.751)
 UNFITTED: Final = Calibration(gemm=0.92, unfused=1.0, peer=0.77)
 
 
+def in_pairs(run: Run, cluster: Cluster) -> bool:
+    """Return whether BPipe's partner stages are next to each other: where a node has room for two."""
+    return run.bpipe and 2 * run.together <= cluster.gpus_per_node
+
+
 class Links:
     """Ranks are placed as Megatron does: tensor, then context, then data, then pipeline; pipeline before data where the
     run's ``placement`` has it, and with BPipe, partner stages next to each other, where a node has room for two (BPipe
@@ -90,7 +95,9 @@ class Links:
     def between_ends(self, nbytes: float) -> float:
         """Return seconds in which the first stage and the last sum so many bytes that each of them has."""
         run = self._run
-        if self._in_pairs or self._span <= self._cluster.gpus_per_node:  # the first and the last are a pair of BPipe's
+        if (
+            in_pairs(run, self._cluster) or self._span <= self._cluster.gpus_per_node
+        ):  # the first and the last are a pair of BPipe's
             return nbytes / self._peer(2)
         return nbytes / self._ring(2, self._span // run.stages * (run.stages - 1)) if nbytes else 0.0
 
@@ -102,11 +109,7 @@ class Links:
     @property
     def _pipelines_first(self) -> bool:
         """Return whether a pipeline is placed before the next one, rather than replicas of a stage side by side."""
-        return self._in_pairs or self._run.placement == "pipeline"
-
-    @property
-    def _in_pairs(self) -> bool:
-        return self._run.bpipe and 2 * self._run.together <= self._cluster.gpus_per_node
+        return in_pairs(self._run, self._cluster) or self._run.placement == "pipeline"
 
     @property
     def _span(self) -> int:
@@ -200,7 +203,7 @@ class Kernels:
 
     def __init__(self, run: Run, cluster: Cluster, calibration: Calibration, like: Kernels | None = None) -> None:
         assert run.precision is not None
-        device = cluster.device
+        device = cluster.device if cluster.slowness == 1 else cluster.device.slowed(cluster.slowness)
         self.links = Links(run, cluster, calibration)
         self._calibration, self._run, self._device = calibration, run, device
         self._flops = device.tflops[run.precision] * 1e12

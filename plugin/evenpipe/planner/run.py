@@ -293,7 +293,8 @@ class Run:
                 raise EstimateError(f"{option}={size}: must be at least 1")
         if self.recompute not in get_args(Recompute):
             raise EstimateError(f"recompute={self.recompute}: choose one of {', '.join(get_args(Recompute))}")
-        self.check_precision(cluster.device)
+        for kind in cluster.kinds:
+            self.check_precision(kind.device)
         if self.optimizer == "muon" and self.precision == "fp16":
             raise EstimateError("optimizer=muon: goes with bf16 or fp32, not fp16, in Megatron: choose bf16")
         if not 0 <= self.optimizer_offload <= 1:
@@ -307,6 +308,12 @@ class Run:
             raise EstimateError(
                 f"tensor_parallel={self.tensor}: does not divide a node's {cluster.gpus_per_node} GPUs: take a divisor"
             )
+        for kind in cluster.groups:
+            if kind.gpus % (self.tensor * self.context):
+                raise EstimateError(
+                    f"tensor_parallel={self.tensor}: tensor × context {self.context} is no divisor of the {kind.gpus} "
+                    f"GPUs on {kind.name}, and its ranks are all on one kind: divide less, or list the nodes otherwise"
+                )
         self._divides("context_parallel", self.context, model.sequence, f"{model.name}'s sequence")
         if self.expert > 1 and model.experts is None:
             raise EstimateError(f"expert_parallel={self.expert}: {model.name} has no experts: leave it out")

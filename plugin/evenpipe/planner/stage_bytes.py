@@ -172,11 +172,14 @@ def stage_bytes(
     versions: int,
     run: Run,
     message_bytes: float,
-    device: Device,
+    devices: Sequence[Device],
 ) -> list[StageBytes]:
-    """Return the bytes of every stage; ``saved``: the schedule's peaks of saved activations, made of ``kept_bytes``."""
+    """Return the bytes of every stage on its device.
+
+    ``saved``: the schedule's peaks of saved activations, made of ``kept_bytes``.
+    """
     found = []
-    for stage in range(places.stages):
+    for stage, device in enumerate(devices):
         own = [chunks[places.position(stage, chunk)] for chunk in range(places.chunks)]
         held = stage_states(own, run, versions, device.transposing)
         kept = saved[stage] + _not_offloaded(own, saved[stage], stage, run)

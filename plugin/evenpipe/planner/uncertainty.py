@@ -99,6 +99,7 @@ def _without_source(model: Model, cluster: Cluster, run: Run) -> str:
     """Return the first of the run's kinds that no source has; empty where all have one."""
     device, experts = cluster.device.name, model.experts is not None
     kinds = {
+        "on unlike nodes": bool(cluster.groups) or cluster.slowness > 1,
         f"on {device}": device not in _MEASURED_DEVICES,
         f"in {run.precision}": run.precision == "fp32",
         f"in {run.quantized}": run.quantized == "blockwise",

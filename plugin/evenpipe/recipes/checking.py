@@ -136,10 +136,10 @@ def check(written: Written, engine: Engine, section: ReadSection) -> Checked:
         script = read_script(written.files["train.sh"], "train.sh")
         path, flags = _command(script)
         every = nodes_of(written, script)
-    except RecipeError as error:
+        nodes = _cluster(written, every)
+    except (RecipeError, DescriptionError) as error:
         return Checked((*problems, str(error)), ())
     problems += [*wrong_starts(written, script), *_contradictions(every)]
-    nodes = _cluster(written, every)
     unknown, flags = _known(flags)
     notes = [f"{name}: is known only when it runs: not looked at" for name in unknown]
     notes += not_looked_at(written, script, [*flags, *unknown])

@@ -96,7 +96,7 @@ def readme_of(recipe: Recipe) -> str:
         "README.md",
         recipe=recipe,
         sizes=_sizes(recipe),
-        most=max(stage.bytes.total for stage in recipe.estimate.stages) / _GIB,
+        gib=recipe.estimate.fullest_gib(recipe.cluster.device),
         layers=_layers(recipe),
         ranks=[_ranks(recipe, stage) for stage in range(recipe.estimate.run.stages)],
         changes=_changes(recipe),

@@ -260,13 +260,15 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """Return the document ``evenpipe.recipe/1``: what a recipe that was edited is compared with."""
         settings = self.settings.model_dump(include={"release"})
+        of_unlike = {"groups": (), "slowness": 1.0}
+        usual = {name for name, value in of_unlike.items() if getattr(self.cluster, name) == value}
         return {
             "format": FORMAT,
             "framework": self.framework,
             "launcher": self.launcher,
             "release": settings["release"],
             "model": self.model.model_dump(mode="json", exclude_defaults=True),
-            "cluster": self.cluster.model_dump(mode="json"),
+            "cluster": self.cluster.model_dump(mode="json", exclude=usual),
         }
 
 

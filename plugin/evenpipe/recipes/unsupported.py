@@ -126,6 +126,12 @@ def _of_stream(run: Run) -> Iterator[str]:
 
 def _of_launcher(recipe: Recipe) -> Iterator[str]:
     given, nodes = recipe.settings, recipe.cluster.nodes
+    if recipe.cluster.groups and recipe.launcher in ("slurm", "kubernetes"):
+        other = "torchrun" if recipe.framework == "megatron" else "deepspeed"
+        yield (
+            f"--launcher {recipe.launcher}: orders nodes itself, and {recipe.cluster.name} has unlike ones: use "
+            f"--launcher {other}, and start its nodes in the order of the list"
+        )
     if given.hosts and len(recipe.hosts) != nodes:
         yield f"--set hosts={given.hosts}: names {len(recipe.hosts)} of {nodes} nodes: name each, separated by commas"
     for key, launchers in _SETTINGS_OF.items():

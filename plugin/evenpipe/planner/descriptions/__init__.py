@@ -1,6 +1,15 @@
 """Descriptions: models, devices, clusters and frameworks, in YAML files, every constant with its source."""
 
-from evenpipe.planner.descriptions.catalog import cluster, described, device, framework, model, names, node_of
+from evenpipe.planner.descriptions.catalog import (
+    cluster,
+    described,
+    device,
+    equal_nodes,
+    framework,
+    model,
+    names,
+    node_of,
+)
 from evenpipe.planner.descriptions.hugging_face import configured, model_types
 from evenpipe.planner.descriptions.kinds import (
     Cluster,
@@ -28,6 +37,7 @@ __all__ = [
     "configured",
     "described",
     "device",
+    "equal_nodes",
     "framework",
     "model",
     "model_types",

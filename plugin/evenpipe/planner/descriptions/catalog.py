@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -12,7 +12,15 @@ from typing import Any, Final, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from evenpipe.planner.descriptions.kinds import Cluster, Described, DescriptionError, Device, Framework, Model
+from evenpipe.planner.descriptions.kinds import (
+    Cluster,
+    Described,
+    DescriptionError,
+    Device,
+    Framework,
+    Model,
+    NodeGroup,
+)
 from evenpipe.wording.nearest import nearest
 from evenpipe.wording.validation import plain_message
 
@@ -21,6 +29,7 @@ __all__ = [
     "described",
     "device",
     "entries",
+    "equal_nodes",
     "framework",
     "model",
     "names",
@@ -56,10 +65,24 @@ def cluster(name: str) -> Cluster:
 
     So ``4x8-a100-80gb`` are four nodes of eight; of a cluster of a file these are ``PATH.yaml:NAME@4x8``. A node with
     other than the kind's GPUs has the same adapters, which its GPUs share: at most what a GPU's own link to its host
-    carries. The device of a cluster is a device's name.
+    carries. The device of a cluster is a device's name. A list of ``nodes`` has unlike ones (`NodeGroup`).
     """
     of_any_size, size = _size_of(name)
     where, key, said = _found("clusters", of_any_size, name)
+    of_nodes = _of_groups if isinstance(said.get("nodes"), list) else _of_equal_nodes
+    found = of_nodes(where, key, name, said)
+    return found.of_size(int(size["nodes"]), int(size["gpus"])) if size else found
+
+
+def equal_nodes(name: str) -> Cluster:
+    """Return the cluster of that name, whose nodes are all equal. Raises DescriptionError for unlike ones."""
+    found = cluster(name)
+    if found.groups:
+        raise DescriptionError(f"{name}: has unlike nodes, whose layers evenpipe plan lays out: name equal ones here")
+    return found
+
+
+def _of_equal_nodes(where: str, key: str, name: str, said: Mapping[str, Any]) -> Cluster:
     named = said.get("device")
     if not isinstance(named, str):
         raise DescriptionError(f"{where}: {key}.device: is {named!r}: give a device's name")
@@ -67,8 +90,48 @@ def cluster(name: str) -> Cluster:
     if "peer_gbps" not in said:
         sources = {"peer_gbps": f"its device's, {named}", **(said.get("sources") or {})}
         said = {**said, "peer_gbps": of.peer_gbps, "sources": sources}
-    found = described(Cluster, name, {**said, "device": of}, where)
-    return found.of_size(int(size["nodes"]), int(size["gpus"])) if size else found
+    return described(Cluster, name, {**said, "device": of}, where)
+
+
+#: What a group of a cluster's nodes may say, and the cluster for all of them.
+_OF_GROUPS: Final = ("device", "peer_gbps", "node_gbps", "latency_us", "node_latency_us")
+
+
+def _of_groups(where: str, key: str, name: str, said: Mapping[str, Any]) -> Cluster:
+    """Return a cluster of a list of nodes; the plain one, where all are equal."""
+    shared = {word: said[word] for word in _OF_GROUPS if word in said}
+    groups: list[Cluster] = []
+    for number, one in enumerate(said["nodes"]):
+        path = f"{key}.nodes.{number}"
+        if not isinstance(one, dict):
+            raise DescriptionError(f"{where}: {path}: is {one!r}: write device, count and what else is its own")
+        group = described(NodeGroup, path, {**shared, **one}, where)
+        words = group.model_dump(include={*_OF_GROUPS, "slowness"}, exclude_none=True)
+        words |= {"nodes": group.count, "gpus_per_node": said.get("gpus_per_node")}
+        found = _of_equal_nodes(where, path, name, words)
+        if groups and groups[-1].model_copy(update={"nodes": found.nodes}) == found:
+            groups[-1] = found.model_copy(update={"nodes": groups[-1].nodes + found.nodes})
+        else:
+            groups.append(found)
+    if not groups:
+        raise DescriptionError(f"{where}: {key}.nodes: is an empty list: write device and count of each kind of nodes")
+    if len(groups) == 1:
+        return groups[0].model_copy(update={"sources": {**groups[0].sources, **(said.get("sources") or {})}})
+    roomy = max((group.device for group in groups), key=lambda device: device.memory_gib)
+    words = {word: value for word, value in said.items() if word not in ("nodes", "device")}
+    words |= {"nodes": sum(group.nodes for group in groups), "device": roomy, "groups": tuple(_numbered(groups))}
+    return described(Cluster, name, {"peer_gbps": roomy.peer_gbps, **words}, where)
+
+
+def _numbered(groups: Iterable[Cluster]) -> Iterator[Cluster]:
+    """Yield them with a name that says which nodes they are, from 0."""
+    first = 0
+    for group in groups:
+        end = first + group.nodes
+        nodes = f"node {first}" if group.nodes == 1 else f"nodes {first}-{end - 1}"
+        slow = f", slowness {group.slowness:g}" if group.slowness > 1 else ""
+        yield group.model_copy(update={"name": f"{nodes} ({group.device.name}{slow})"})
+        first = end
 
 
 def _size_of(name: str) -> tuple[str, re.Match[str] | None]:

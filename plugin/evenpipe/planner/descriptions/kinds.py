@@ -17,6 +17,7 @@ __all__ = [
     "Framework",
     "Latent",
     "Model",
+    "NodeGroup",
     "Precision",
     "Rate",
     "Values",
@@ -93,13 +94,41 @@ class Device(Described):
     attention: tuple[_Share, _Share] = Field(strict=False)
     framework: str | None = None
 
+    def slowed(self, times: float) -> Device:
+        """Return the same that takes ``times`` as long for everything that it computes or starts."""
+        return self.model_copy(
+            update={
+                "tflops": {precision: rate / times for precision, rate in self.tflops.items()},
+                "memory_gbps": self.memory_gbps / times,
+                "launch_us": self.launch_us * times,
+                "host_us": self.host_us * times,
+            }
+        )
+
+
+class NodeGroup(Described):
+    """``count`` equal nodes in the list of a cluster's: what is left out is the cluster's own.
+
+    slowness: times that these nodes take as long as their device's description says.
+    """
+
+    count: int = Field(ge=1)
+    device: str
+    slowness: float = Field(default=1.0, ge=1)
+    peer_gbps: float | None = Field(default=None, gt=0)
+    node_gbps: float = Field(gt=0)
+    latency_us: float = Field(ge=0)
+    node_latency_us: float = Field(ge=0)
+
 
 class Cluster(Described):
     """``nodes`` of ``gpus_per_node`` GPUs.
 
     peer_gbps: 10^9 bytes/s of a GPU to others in its node, one way; the device's own, if left out. node_gbps: of a GPU
     to other nodes, one way: its share of what leaves the node. latency_us: of a message or a step of a collective
-    between GPUs of a node, node_latency_us: between nodes.
+    between GPUs of a node, node_latency_us: between nodes. slowness: times that everything takes as long as the
+    device's description says. groups: the unlike nodes that it has, in the order of ranks; then ``device`` is the one
+    with the most memory, and node_gbps and node_latency_us are those between groups.
     """
 
     nodes: int = Field(ge=1)
@@ -109,13 +138,25 @@ class Cluster(Described):
     node_gbps: float = Field(gt=0)
     latency_us: float = Field(ge=0)
     node_latency_us: float = Field(ge=0)
+    slowness: float = Field(default=1.0, ge=1)
+    groups: tuple[Cluster, ...] = ()
 
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
 
+    @property
+    def kinds(self) -> tuple[Cluster, ...]:
+        """Return its groups of equal nodes; itself, where all are equal."""
+        return self.groups or (self,)
+
     def of_size(self, nodes: int, gpus_per_node: int) -> Cluster:
-        """So many of its nodes with so many GPUs each, among which what leaves a node is shared."""
+        """So many of its nodes with so many GPUs each, among which what leaves a node is shared.
+
+        Raises DescriptionError for unlike nodes.
+        """
+        if self.groups:
+            raise DescriptionError(f"{self.name}: lists unlike nodes, and has no other size: change the list")
         share = self.node_gbps
         if gpus_per_node != self.gpus_per_node:
             share = min(share * self.gpus_per_node / gpus_per_node, max(share, self.device.host_gbps))

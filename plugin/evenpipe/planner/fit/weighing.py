@@ -8,13 +8,14 @@ from functools import cache
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model
 from evenpipe.planner.estimate import Estimator
-from evenpipe.planner.iteration import hand_over, message_bytes_of
-from evenpipe.planner.kernels import FITTED, Kernels
+from evenpipe.planner.iteration import message_bytes_of
+from evenpipe.planner.kernels import FITTED
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.bounds import Divided, least_bytes, least_end_ms, least_ms, unlike
 from evenpipe.planner.search.candidates import Way, ways
 from evenpipe.planner.search.search import EQUAL, Planned
 from evenpipe.planner.stage_bytes import stage_states
+from evenpipe.planner.stage_nodes import Placed, StageNodes
 from evenpipe.schedule import ScheduleError
 
 __all__ = ["Weighing"]
@@ -31,7 +32,8 @@ class Weighing:
         self.have = cluster.device.memory_gib * 2**30
         self._allowed = allowed
         self._estimate = Estimator(model, cluster, of)
-        self._divided = Divided(model, cluster)
+        self._nodes = StageNodes(cluster)
+        self._divided = Divided(model, self._nodes)
         self.planned = cache(self._planned)
         self._bounds = cache(self._bounds_of)
 
@@ -60,7 +62,9 @@ class Weighing:
         way = self._way(run)
         if way is None:
             return run
-        layout = self._divided.of(_plain(run)).balanced(tuple(way.where.stages))
+        layout = self._divided.of(_plain(run)).balanced(
+            tuple(way.where.stages), None if self._nodes.alike else tuple(self._nodes.of_stages(run))
+        )
         return replace(run, layout=layout, further_part=None)
 
     def near_fastest(self, runs: Iterable[Run]) -> list[Planned]:
@@ -89,21 +93,23 @@ class Weighing:
         if run.recomputed_layers is not None:
             return 0.0, 0  # bounds are of blocks that are all alike
         profile = self._divided.of(_plain(run))
-        parts = profile.parts(run.stages, run.chunks, run.layout)
+        placed = Placed(run, self._nodes, FITTED)
+        parts = profile.parts(run.stages, run.chunks, run.layout, [placed.groups[stage] for stage in way.where.stages])
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
-        message, device = message_bytes_of(self.model, run), self.cluster.device
+        message, versions = message_bytes_of(self.model, run), 2 if stream else 1
         away = bool(run.offload_modules or run.optimizer_offload)  # less is kept than these bounds count
         nbytes = 0
         for stage in () if away else unlike(parts, way.where):
-            own = [parts[n].chunk for n in way.where.at[stage]]
-            held = stage_states(own, run, 2 if stream else 1, device.transposing)
-            nbytes = max(nbytes, least_bytes(own, held, way.live[stage], split, run, message, device))
+            groups = placed.groups[stage]
+            own, device = [parts[n].chunk for n in way.where.at[stage]], self._nodes.device(groups)
+            held = stage_states(own, run, versions, device.transposing)
+            least = least_bytes(own, held, way.live[stage], split, run, message, device)
+            nbytes = max(nbytes, least + self._nodes.lacking(groups))
         if nbytes > self.have:
             return 0.0, nbytes
-        kernels = Kernels(run, self.cluster, FITTED)
-        over = hand_over(self.model, run, kernels.links)
+        over = placed.fastest_hand_over(self.model, run, way.where.stages)
         ms = least_ms(parts, way.where, run, over, split, stream, way.edges)
-        return ms + least_end_ms(parts, way.where, run, kernels), nbytes
+        return ms + least_end_ms(parts, way.where, run, placed), nbytes
 
     @staticmethod
     def _way(run: Run) -> Way | None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Final, NamedTuple
 
-from evenpipe.planner.descriptions import Cluster, Device, Model
+from evenpipe.planner.descriptions import Device, Model
 from evenpipe.planner.estimate import Positions
 from evenpipe.planner.iteration import HandOver, PartTime, batch_end, part_times
 from evenpipe.planner.kernels import FITTED, Kernels
 from evenpipe.planner.operations.operation import Parameters, summed
 from evenpipe.planner.operations.parts import Block, Blocks, Part, parts_of
 from evenpipe.planner.run import Run
+from evenpipe.planner.search.balanced_layout import balanced_layout
 from evenpipe.planner.stage_bytes import Chunk, States, bytes_of_stage, chunks_of, stage_states
+from evenpipe.planner.stage_nodes import ONLY, Groups, Placed, StageNodes, slowest
 from evenpipe.schedule import KINDS, Size, Spec
 from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _Counts = tuple[tuple[Block, int], ...]
+_KernelsOf = Callable[[Groups], Sequence[Kernels]]
 _PartsOf = Callable[[int, int, tuple[int, ...] | None], Sequence[_Counts]]
 
 
@@ -45,10 +47,13 @@ class PartCost(NamedTuple):
 
 
 class Profile:
-    """Every kind of block under one (t, b, recompute, e), which the number of stages does not change."""
+    """Every kind of block under one (t, b, recompute, e), which the number of stages does not change.
 
-    def __init__(self, model: Model, blocks: Blocks, kernels: Kernels, parts_of: _PartsOf) -> None:
-        self._kernels, self._blocks = kernels, blocks
+    ``kernels``: of each group of equal nodes among some. ``groups``: how many there are.
+    """
+
+    def __init__(self, model: Model, blocks: Blocks, kernels: _KernelsOf, groups: int, parts_of: _PartsOf) -> None:
+        self._kernels, self._groups, self._blocks = kernels, groups, blocks
         ends = (0, model.layers)
         kinds = dict.fromkeys(kind for part in (*parts_of(1, 1, None), *parts_of(2, 1, ends)) for kind, _ in part)
         self._alone: list[Part] = [{kind: 1} for kind in kinds]
@@ -57,13 +62,19 @@ class Profile:
         self._layers = model.layers
         self._parts_of = parts_of
         self.balanced = cache(self._balanced)
+        self._of = cache(self._on)
+
+    def _on(self, groups: Groups) -> Mapping[Block, PartCost]:
+        """Times are longer to find than bytes, and not of what does not fit anyway."""
+        times = zip(*(part_times(self._alone, self._blocks, one) for one in self._kernels(groups)), strict=True)
+        each = zip(self._chunks.items(), map(slowest, times), strict=True)
+        return {kind: PartCost(time, chunk) for (kind, chunk), time in each}
 
     @cached_property
-    def _of(self) -> Mapping[Block, PartCost]:
-        """Times are longer to find than bytes, and not of what does not fit anyway."""
-        times = part_times(self._alone, self._blocks, self._kernels)
-        each = zip(self._chunks.items(), times, strict=True)
-        return {kind: PartCost(time, chunk) for (kind, chunk), time in each}
+    def _least(self) -> Mapping[Block, float]:
+        """Seconds of each kind of block, forward and backward, on the nodes where it is fastest."""
+        alone = [self._of(Groups({number})) for number in range(self._groups)]
+        return {kind: min(sum(on[kind].time[:2]) for on in alone) for kind in self._chunks}
 
     def whole(self, stages: int) -> Chunk:
         """Return all stages together, one GPU of each: parameters, and what is kept of a micro-batch beside masks."""
@@ -79,21 +90,24 @@ class Profile:
     def least_ms(self, run: Run) -> float:
         """Return milliseconds that a sample takes at least: the slowest stage has no less work than the mean one."""
         every = [one for part in self._parts_of(run.stages, 1, self._last(run.stages)) for one in part]
-        seconds = sum(sum(self._of[kind].time[:2]) * count for kind, count in every)
+        seconds = sum(self._least[kind] * count for kind, count in every)
         return _MS * seconds * run.micro_batches / run.stages / run.global_batch
 
     def _last(self, stages: int) -> tuple[int, ...]:
         """All layers on the last stage."""
         return (0,) * (stages - 1) + (self._layers,)
 
-    def parts(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> list[PartCost]:
-        """Return each part of the pipeline, in the order of the model."""
+    def parts(
+        self, stages: int, chunks: int, layout: tuple[int, ...] | None, on: Sequence[Groups] | None = None
+    ) -> list[PartCost]:
+        """Return each part of the pipeline, in the order of the model; ``on``: the nodes of each, where unlike."""
         parts = self._parts_of(stages, chunks, layout)
-        costs = {part: self._summed(part) for part in set(parts)}
-        return [costs[part] for part in parts]
+        placed = list(zip(parts, on or [ONLY] * len(parts), strict=True))
+        costs = {one: self._summed(*one) for one in set(placed)}
+        return [costs[one] for one in placed]
 
-    def _summed(self, part: _Counts) -> PartCost:
-        each = [(self._of[kind], count) for kind, count in part]
+    def _summed(self, part: _Counts, groups: Groups) -> PartCost:
+        each = [(self._of(groups)[kind], count) for kind, count in part]
         mask = max((one.chunk.attention_mask_bytes for one, _ in each), default=0.0)
         return PartCost(
             PartTime(*(sum(one.time[field] * count for one, count in each) for field in range(3))),
@@ -106,47 +120,32 @@ class Profile:
             ),
         )
 
-    def _balanced(self, owners: tuple[int, ...]) -> tuple[int, ...]:
-        """Layers of each part such that the slowest stage is as fast as can be; ``owners``: of each part, its stage.
+    def _balanced(
+        self, owners: tuple[int, ...], on: tuple[Groups, ...] | None = None, most: tuple[int, ...] | None = None
+    ) -> tuple[int, ...]:
+        """Return layers that make stages equally fast; ``on``: the nodes of each, where unlike; ``most``: its layers.
 
-        Every part between the ends has a layer. The others go one by one to the stage that is then the fastest, and
-        there to the fastest part: with layers that are alike there is nothing better. The ends count with what they
-        have beside layers. Of equal ones the later takes it, as earlier ones hold more micro-batches.
+        The ends count with what they have beside layers.
         """
-        parts = len(owners)
-        bare = self._parts_of(parts, 1, self._last(parts))
-        each = sum(self._of[self._layer].time[:2])
-        layers = [0, *[1] * (parts - 2), 0]
-        own = [
-            sum(sum(self._of[kind].time[:2]) * n for kind, n in part if not kind.endswith("layer")) + each * layers[at]
-            for at, part in enumerate(bare)
+        bare = self._parts_of(len(owners), 1, self._last(len(owners)))
+        nodes = on or (ONLY,) * (max(owners) + 1)
+        seconds = [
+            sum(sum(self._of(nodes[stage])[kind].time[:2]) * n for kind, n in part if not kind.endswith("layer"))
+            for part, stage in zip(bare, owners, strict=True)
         ]
-        of_stage: dict[int, list[tuple[float, int]]] = {}
-        for position, stage in enumerate(owners):
-            of_stage.setdefault(stage, []).append((own[position], -position))
-        queue = [(sum(seconds for seconds, _ in of), -stage) for stage, of in of_stage.items()]
-        heapq.heapify(queue)
-        for of in of_stage.values():
-            heapq.heapify(of)
-        for _ in range(self._layers - sum(layers)):
-            seconds, stage = queue[0]
-            of = of_stage[-stage]
-            fewest, position = of[0]
-            layers[-position] += 1
-            heapq.heapreplace(of, (fewest + each, position))
-            heapq.heapreplace(queue, (seconds + each, stage))
-        return tuple(layers)
+        each = [sum(self._of(groups)[self._layer].time[:2]) for groups in nodes]
+        return balanced_layout(self._layers, owners, seconds, each, most)
 
 
 class Divided:
     """Profiles of one model on one cluster, made when first asked for."""
 
-    def __init__(self, model: Model, cluster: Cluster) -> None:
-        self._model, self._cluster = model, cluster
+    def __init__(self, model: Model, nodes: StageNodes) -> None:
+        self._model, self._nodes = model, nodes
         self._profiles: dict[Run, Profile] = {}
         self._parts = cache(self._parts_of)
-        self._alike: dict[object, Kernels] = {}
-        self._kernels = cache(self._kernels_of)
+        self._alike: dict[object, Sequence[Kernels]] = {}
+        self._kernels = cache(lambda run: cache(lambda groups: self._kernels_of(run, groups)))
         self._blocks = cache(lambda run: Blocks(model, run))
 
     def of(self, run: Run) -> Profile:
@@ -156,14 +155,17 @@ class Divided:
             # What is recomputed takes as long as before.
             bare = key.but(recompute="none", recomputed_modules=Run.recomputed_modules)
             blocks = Blocks(self._model, key, self._blocks(bare))
-            self._profiles[key] = Profile(self._model, blocks, self._kernels(bare), self._parts)
+            self._profiles[key] = Profile(
+                self._model, blocks, self._kernels(bare), len(self._nodes.cluster.kinds), self._parts
+            )
         return self._profiles[key]
 
-    def _kernels_of(self, run: Run) -> Kernels:
-        like = run.precision, run.quantized, run.graphs
-        kernels = Kernels(run, self._cluster, FITTED, self._alike.get(like))
-        self._alike[like] = kernels
-        return kernels
+    def _kernels_of(self, run: Run, groups: Groups) -> Sequence[Kernels]:
+        like, clusters = (run.precision, run.quantized, run.graphs, groups), self._nodes.clusters(groups)
+        before = self._alike.get(like, [None] * len(clusters))
+        found = [Kernels(run, one, FITTED, other) for one, other in zip(clusters, before, strict=True)]
+        self._alike[like] = found
+        return found
 
     def _parts_of(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> Sequence[_Counts]:
         run = Run(global_batch=1, stages=stages, chunks=chunks, layout=layout)
@@ -374,7 +376,7 @@ def least_bytes_of_any_layout(whole: Chunk, run: Run, device: Device) -> int:
     return bytes_of_stage([mean], held, int(whole.kept_bytes / run.stages), run, 0.0, device).total
 
 
-def least_end_ms(parts: Sequence[PartCost], where: Positions, run: Run, kernels: Kernels) -> float:
+def least_end_ms(parts: Sequence[PartCost], where: Positions, run: Run, placed: Placed) -> float:
     """Return a lower bound of the milliseconds of a batch's end: the longer end of the first stage and the last.
 
     The longest of all stages' ends is no shorter.
@@ -384,5 +386,6 @@ def least_end_ms(parts: Sequence[PartCost], where: Positions, run: Run, kernels:
         own = [parts[n] for n in where.at[stage]]
         parameters = summed(one.chunk.parameters for one in own)
         forward, backward = (sum(one.time[field] for one in own) for field in range(2))
-        most = max(most, batch_end(parameters, run, kernels, forward, backward))
+        for kernels in placed.kernels(placed.groups[stage]):
+            most = max(most, batch_end(parameters, run, kernels, forward, backward))
     return _MS * most

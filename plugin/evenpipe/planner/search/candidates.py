@@ -9,41 +9,35 @@ from typing import Final, Literal, NamedTuple
 
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.estimate import Positions, positions_of
-from evenpipe.planner.iteration import HandOver, hand_over, message_bytes_of
-from evenpipe.planner.kernels import FITTED, Kernels
 from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Placement, Run
 from evenpipe.planner.search.bounds import (
     Divided,
     Edges,
-    PartCost,
     Profile,
     edges_of,
-    least_bytes,
     least_bytes_of_any_layout,
-    least_end_ms,
     least_live,
     least_ms,
-    unlike,
 )
 from evenpipe.planner.search.question import Question
-from evenpipe.planner.stage_bytes import Chunk, States, stage_states
+from evenpipe.planner.search.shape_costs import Held, Shape, ShapeCosts
 from evenpipe.schedule import Places, ScheduleError, Size, Spec, find
 
 __all__ = [
     "Candidate",
     "Family",
     "Group",
-    "Shape",
     "Way",
     "candidates",
     "candidates_of",
     "families_of",
     "groups",
     "kinds_of",
+    "products_of",
     "ways",
 ]
 
-Kind = Literal["schedule", "bpipe", "recompute", "placement", "layout"]
+Kind = Literal["schedule", "bpipe", "recompute", "placement", "layout", "precision", "dispatcher"]
 
 
 class Family(NamedTuple):
@@ -53,7 +47,7 @@ class Family(NamedTuple):
     value: str
 
 
-def families_of(run: Run, allowed: bool) -> Iterator[Family]:
+def families_of(question: Question, run: Run, allowed: bool) -> Iterator[Family]:
     """Yield the families that a run belongs to; only the schedule's if a plan may not have that schedule."""
     yield Family("schedule", run.schedule if run.stages > 1 else "no pipeline")
     if not allowed:
@@ -64,6 +58,16 @@ def families_of(run: Run, allowed: bool) -> Iterator[Family]:
         if run.data > 1 and not run.bpipe:  # whose pairs come before replicas, whatever is asked for
             yield Family("placement", f"{run.placement} in one node")
         yield Family("layout", "even stages" if run.layout is None else "uneven stages")
+    yield from products_of(question, run)
+
+
+def products_of(question: Question, run: Run) -> Iterator[Family]:
+    """Yield the families of what a question asks several of: precisions, and dispatchers of experts' tokens."""
+    every = (question.asked, *question.further)
+    if len({(one.precision, one.quantized) for one in every}) > 1:
+        yield Family("precision", f"products in {run.quantized or run.precision}")
+    if len({one.dispatcher for one in every}) > 1:
+        yield Family("dispatcher", f"dispatcher {run.dispatcher}")
 
 
 #: Micro-batches in a row that kFkB is tried with; more of them hide slower links and hold as many times as much.
@@ -72,17 +76,6 @@ _GROUPS: Final = (2, 4)
 _UNEVEN: Final = 8
 #: Fewest stages at which BPipe evicts anything (§3.3).
 _LEVELLED: Final = 4
-
-
-class Shape(NamedTuple):
-    """How model and batch are divided; ``run`` has no schedule and no layout yet. ``even``: its parts have as many
-    layers each; else their stages are balanced. ``nbytes``: its fullest stage needs at least.
-    """
-
-    run: Run
-    profile: Profile
-    nbytes: int
-    even: bool = True
 
 
 class Way(NamedTuple):
@@ -120,9 +113,9 @@ def groups(question: Question) -> Iterator[Group]:
     B mod (mb × d) = 0), else less, since more is not safe.
     """
     cluster, number = question.cluster, count()
-    divided, have = Divided(question.model, cluster), cluster.device.memory_gib * 2**30
-    for t in question.tensors:
-        base = question.base(t)
+    divided, have = Divided(question.model, question.nodes), cluster.device.memory_gib * 2**30
+    for base in (one for tensor in question.tensors for one in question.bases(tensor)):
+        t = base.tensor
         modules = question.modules(base)
         for c, p in question.divisions(t):
             d = cluster.gpus // (t * c * p)
@@ -130,6 +123,8 @@ def groups(question: Question) -> Iterator[Group]:
             if not samples:
                 continue
             for (e, ways), scope in product(question.experts(d * c, t), question.scopes):
+                if e == 1 and base.dispatcher != question.asked.dispatcher:
+                    continue  # nothing is dispatched
                 for b in question.micro_batches(samples):
                     run = base.but(
                         stages=p,
@@ -143,7 +138,8 @@ def groups(question: Question) -> Iterator[Group]:
                         global_batch=samples * d,
                     )
                     profile = divided.of(run)
-                    least = least_bytes_of_any_layout(profile.whole(p), run, cluster.device)
+                    whole = profile.whole(p)
+                    least = min(least_bytes_of_any_layout(whole, run, kind.device) for kind in cluster.kinds)
                     ms = profile.least_ms(run) if least <= have else 0.0
                     yield Group(ms, next(number), run, profile, least)
                     if least > have:
@@ -167,6 +163,7 @@ def _shapes(question: Question, group: Group) -> Iterator[Shape]:
 
 def kinds_of(question: Question, run: Run) -> Iterator[Family]:
     """Yield the families, schedules left out, that there may be runs of in the group of ``run``."""
+    yield from products_of(question, run)
     yield Family("recompute", f"recompute {run.recompute}")
     yield Family("bpipe", "without BPipe")
     if question.bpipe and run.stages >= _LEVELLED:
@@ -279,61 +276,10 @@ def candidates_of(question: Question, group: Group) -> Iterator[Candidate]:
             yield candidate
 
 
-class _Shared:
-    """What several schedules of a shape have in common, found once. Positions are told apart by identity, as
-    `positions_of` makes equal ones once.
-    """
-
-    def __init__(self, question: Question, shape: Shape) -> None:
-        self._model, self._shape = question.model, shape
-        self._laid_out: dict[int, tuple[tuple[int, ...] | None, Sequence[PartCost]]] = {}
-        self._unlike: dict[int, Sequence[int]] = {}
-        self._ends: dict[tuple[int, bool, bool | None], float] = {}
-        self._over: dict[tuple[bool, bool], HandOver] = {}
-        self._held: dict[tuple[int, int, bool], tuple[list[Chunk], States]] = {}
-        self._transposing = question.cluster.device.transposing
-        self._kernels = cache(lambda bpipe: Kernels(shape.run.but(bpipe=bpipe), question.cluster, FITTED))
-
-    def laid_out(self, where: Positions) -> tuple[tuple[int, ...] | None, Sequence[PartCost]]:
-        """Return the layout, None where it is even, and its parts."""
-        if id(where) not in self._laid_out:
-            run, profile, _, even = self._shape
-            layout = None if even else profile.balanced(tuple(where.stages))
-            self._laid_out[id(where)] = layout, profile.parts(run.stages, run.chunks, layout)
-        return self._laid_out[id(where)]
-
-    def unlike(self, where: Positions) -> Sequence[int]:
-        if id(where) not in self._unlike:
-            self._unlike[id(where)] = unlike(self.laid_out(where)[1], where)
-        return self._unlike[id(where)]
-
-    def held(self, where: Positions, stage: int, stream: bool) -> tuple[list[Chunk], States]:
-        """Return the chunks of a stage, and what stays on it; without a flush it has two versions of the weights."""
-        key = id(where), stage, stream
-        if key not in self._held:
-            parts = self.laid_out(where)[1]
-            own = [parts[n].chunk for n in where.at[stage]]
-            self._held[key] = own, stage_states(own, self._shape.run, 2 if stream else 1, self._transposing)
-        return self._held[key]
-
-    def end_ms(self, where: Positions, tried: Run) -> float:
-        key = id(where), tried.bpipe, tried.overlap_parameters
-        if key not in self._ends:
-            self._ends[key] = least_end_ms(self.laid_out(where)[1], where, tried, self._kernels(tried.bpipe))
-        return self._ends[key]
-
-    def hand_over(self, tried: Run) -> HandOver:
-        key = tried.bpipe, tried.spec.name in (tried.blocking or ())
-        if key not in self._over:
-            self._over[key] = hand_over(self._model, tried, self._kernels(tried.bpipe).links)
-        return self._over[key]
-
-
 def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iterator[Candidate]:
-    run, device = shape.run, question.cluster.device
-    have = device.memory_gib * 2**30
-    message_bytes = message_bytes_of(question.model, run)
-    same = _Shared(question, shape)
+    run = shape.run
+    have = question.cluster.device.memory_gib * 2**30
+    same = ShapeCosts(question, shape)
     for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
         if split and run.recompute == "full":  # slower than 1F1B that recomputes as much, or less, in that memory
@@ -342,7 +288,7 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
         allowed = not question.refused(way.spec, run.stages) and not sharded
         if way.bpipe and not allowed:
             continue
-        layout, parts = same.laid_out(way.where) if shape.nbytes <= have else (None, [])
+        layout, parts = same.laid_out(way.where, way.bpipe) if shape.nbytes <= have else (None, [])
         if not shape.even and parts and len(set(layout or ())) < 2:  # which is even
             continue
         tried = run.but(
@@ -353,20 +299,24 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
             overlap_parameters=run.overlap_parameters and not stream,
         )
         nbytes = shape.nbytes
-        for stage in same.unlike(way.where) if parts else ():
-            if nbytes <= have:
-                held = same.held(way.where, stage, stream)
-                least = least_bytes(*held, way.live[stage], split, tried, message_bytes, device)
-                nbytes = max(nbytes, least)
+        if parts:
+            held = Held(way.live, 2 if stream else 1)
+            least = same.least_bytes(parts, way.where, held, tried)
+            if max(least) > have and (lighter := same.lighter(layout, way.where, held, tried)):
+                layout, parts = lighter
+                tried = tried.but(layout=layout)
+                least = same.least_bytes(parts, way.where, held, tried)
+            nbytes = max(nbytes, *least)
         ms = 0.0
         if nbytes <= have:
-            over = same.hand_over(tried)
-            ms = least_ms(parts, way.where, tried, over, split, stream, way.edges) + same.end_ms(way.where, tried)
+            over = same.hand_over(way.where, tried)
+            ms = least_ms(parts, way.where, tried, over, split, stream, way.edges)
+            ms += same.end_ms(parts, way.where, tried)
         yield Candidate(
             ms / run.global_batch * (ITERATIONS_WITH_LATE_GRADIENTS if stream else 1.0),
             (way.bpipe, run.stages * run.chunks, way.size.group_size, group, number),
             nbytes,
             tried,
-            tuple(families_of(tried, allowed)),
+            tuple(families_of(question, tried, allowed)),
             allowed,
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from evenpipe.planner.features import flags_of
-from evenpipe.planner.run import Placement, Recompute, Run
-from evenpipe.planner.search.candidates import Family, families_of
+from evenpipe.planner.quantized import Quantized
+from evenpipe.planner.run import Dispatcher, Placement, Recompute, Run
+from evenpipe.planner.search.candidates import Family, families_of, products_of
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import Found, Planned, preference
 from evenpipe.schedule import find
@@ -27,7 +28,7 @@ def rejected(question: Question, found: Found) -> Iterator[tuple[str, str]]:
     Placement and layout are asked about where the best run has them: it has replicas, or stages.
     """
     best = found.plans[0]
-    own = set(families_of(best.run, True))
+    own = set(families_of(question, best.run, True))
     kinds = {"schedule", "bpipe", "recompute", *(family.kind for family in own)}
     for family in _weighed(question):
         there_is = family.kind == "schedule" or family in found.least_bytes
@@ -42,6 +43,7 @@ def _weighed(question: Question) -> Iterator[Family]:
         yield from (Family("bpipe", one) for one in ("with BPipe", "without BPipe"))
     yield from (Family("recompute", f"recompute {scope}") for scope in question.scopes)
     yield from (Family("placement", f"{one} in one node") for one in question.engine.placements)
+    yield from dict.fromkeys(family for base in question.bases(1) for family in products_of(question, base))
     if question.engine.uneven:
         yield from (Family("layout", one) for one in ("even stages", "uneven stages"))
 
@@ -112,6 +114,8 @@ def brief(one: Planned) -> str:
     words += [f"k={run.group_size}"] * (run.group_size > 1) + ["BPipe"] * run.bpipe
     words += [f"recompute {run.recomputing}"] + ["uneven"] * (run.layout is not None)
     words += ["pipeline in one node"] * (run.placement == "pipeline")
+    words += [run.quantized] if run.quantized else []
+    words += [run.dispatcher] * (run.dispatcher != "alltoall")
     return " ".join(words)
 
 
@@ -120,11 +124,20 @@ class _Part(BaseModel):
 
 
 class StagePlan(_Part):
-    """One GPU of a stage: bytes at its peak by what they are for, and milliseconds of a micro-batch."""
+    """One GPU of a stage: bytes at its peak by what they are for, and milliseconds of a micro-batch.
+
+    nodes: those that the stage is on, where a cluster has unlike ones.
+    """
 
     bytes: dict[str, int]
     forward_ms: float
     backward_ms: float
+    nodes: str = ""
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = write(self)
+        return {key: value for key, value in found.items() if key != "nodes" or value}
 
 
 class PlannedRun(_Part):
@@ -133,9 +146,9 @@ class PlannedRun(_Part):
     layout: layers of each part of the pipeline, where they are not even. bubble: share of an iteration in which a stage
     does not compute, on the mean. iterations_to_same_loss: times those of a run without late gradients (2bw), by which
     runs are compared; samples_per_second does not count them. recompute_modules: of "selective", where these are not
-    Megatron's default. logged_tflops_per_gpu: 10^12 operations/s as Megatron-LM
-    logs them. flags: those of ``evenpipe estimate``, beside
-    model, cluster and framework.
+    Megatron's default. quantized: how operands of linear layers' products are, in 8 or 4 bits. logged_tflops_per_gpu:
+    10^12 operations/s as Megatron-LM logs them. flags: those of ``evenpipe estimate``, beside model, cluster and
+    framework.
     """
 
     tensor_parallel: int
@@ -156,6 +169,8 @@ class PlannedRun(_Part):
     group_size: int
     layout: tuple[int, ...] | None
     placement: Placement
+    quantized: Quantized | None = None
+    dispatcher: Dispatcher = "alltoall"
     mfu: float
     logged_tflops_per_gpu: float
     bubble: float
@@ -242,6 +257,8 @@ def _planned(one: Planned, asked: Run) -> PlannedRun:
         group_size=run.group_size,
         layout=run.layout,
         placement=run.placement,
+        quantized=run.quantized,
+        dispatcher=run.dispatcher,
         mfu=estimate.mfu,
         logged_tflops_per_gpu=estimate.logged_tflops,
         bubble=one.bubble,
@@ -250,7 +267,7 @@ def _planned(one: Planned, asked: Run) -> PlannedRun:
         tokens_per_second_per_gpu=estimate.tokens_per_second,
         iterations_to_same_loss=run.iterations,
         uncertainty=estimate.uncertainty._asdict(),
-        memory_gib=one.most_bytes / 2**30,
+        memory_gib=estimate.fullest.bytes.total / 2**30,
         each_stage=[StagePlan.model_validate(stage) for stage in estimate.to_json()["stages"]],
         warnings=list(estimate.warnings),
         flags=" ".join(_flags(one.run, asked)),
@@ -267,7 +284,7 @@ def _flags(run: Run, asked: Run) -> list[str]:
     words += [f"--group-size {run.group_size}"] * (run.group_size > 1) + ["--bpipe"] * run.bpipe
     if run.layout is not None:
         words.append(f"--layout {','.join(map(str, run.layout))}")
-    words += [f"--precision {asked.precision}"] * (asked.precision is not None)
+    words += [f"--precision {run.precision}"] * (asked.precision is not None)
     words += [f"--attention {asked.attention}"] * (asked.attention is not None)
     words += [" ".join(flag) for flag in flags_of(run)]
     return words + ["--placement pipeline"] * (run.placement == "pipeline")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Final, get_args
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.group_memory import divisors
 from evenpipe.planner.run import EstimateError, Module, Placement, Recompute, Run
+from evenpipe.planner.stage_nodes import StageNodes
 from evenpipe.schedule import NEEDS, Need, Spec, find, offered, own
 
 __all__ = ["Engine", "Question", "nothing_fits", "weighed"]
@@ -60,7 +62,8 @@ class Question:
 
     schedules: those that are weighed; with ``bpipe`` false none of them with BPipe. delayed: a plan may step with
     gradients that are a batch late, as 2BW does; what it trains is not what a flush trains. tensor, stages,
-    micro_batch, context: t, p, b and c, where they are not to be chosen.
+    micro_batch, context: t, p, b and c, where they are not to be chosen. further: runs that differ from ``asked`` in
+    precision or dispatcher, which are weighed beside it.
     """
 
     model: Model
@@ -76,6 +79,7 @@ class Question:
     stages: int | None = None
     micro_batch: int | None = None
     context: int | None = None
+    further: tuple[Run, ...] = ()
 
     def refused(self, spec: Spec, stages: int = 0) -> str:
         """Return why a plan may not have the schedule, on so many stages if they are known; empty where it may."""
@@ -91,12 +95,20 @@ class Question:
         return ""
 
     @cached_property
+    def nodes(self) -> StageNodes:
+        return StageNodes(self.cluster)
+
+    @cached_property
     def of(self) -> Framework:
         return self.framework or framework_of(self.model, self.cluster)
 
     def base(self, tensor: int) -> Run:
         """Return a run with the framework's defaults filled in, which depend on tensor parallelism."""
-        return replace(self.asked, tensor=tensor).of(self.of)
+        return self.bases(tensor)[0]
+
+    def bases(self, tensor: int) -> list[Run]:
+        """Return the same of each precision and dispatcher."""
+        return [replace(one, tensor=tensor).of(self.of) for one in (self.asked, *self.further)]
 
     def modules(self, base: Run) -> tuple[Module, ...]:
         """Return what "selective" carries out again: what was asked for, or what takes little time.
@@ -114,7 +126,8 @@ class Question:
 
     def check(self) -> None:
         """Raises EstimateError for what no run on this cluster can compute in, and where no schedule is left."""
-        self.base(1).check_precision(self.cluster.device)
+        for kind, base in product(self.cluster.kinds, self.bases(1)):
+            base.check_precision(kind.device)
         reasons = [self.refused(find(name)) for name in self.schedules]
         if all(reasons):
             able = ", ".join(offered(self.engine.offers))
@@ -132,7 +145,7 @@ class Question:
         """c beside t: up to eight, and more for long sequences; or the one that was asked for."""
         most = max(_CONTEXTS, self.model.sequence // _LEAST_TOKENS)
         wanted = [c for c in self._contexts if self.context == c or (self.context is None and c <= most)]
-        return [c for c in wanted if self.cluster.gpus % (tensor * c) == 0]
+        return [c for c in wanted if all(kind.gpus % (tensor * c) == 0 for kind in self.cluster.kinds)]
 
     @cached_property
     def _contexts(self) -> list[int]:

@@ -28,8 +28,9 @@ class Planned:
 
     @cached_property
     def most_bytes(self) -> int:
-        """Return the bytes of the fullest stage."""
-        return max(stage.bytes.total for stage in self.estimate.stages)
+        """Return the bytes of the fullest stage; what its device has less than the cluster's largest counts as full."""
+        fullest = self.estimate.fullest
+        return fullest.bytes.total + fullest.lacking
 
     @property
     def ms_a_sample(self) -> float:
@@ -159,7 +160,7 @@ def search(question: Question, top: int = 1) -> Found:
             continue
         candidate = heapq.heappop(queue)
         run = candidate.run
-        ms = plain.get(_without_bpipe(question, run), 0.0) if run.bpipe else 0.0
+        ms = plain.get(_without_bpipe(question, run), 0.0) if run.bpipe and question.nodes.alike else 0.0
         fits = run.bpipe and replace(run, bpipe=False) in fitting
         if ms > candidate.ms:
             heapq.heappush(queue, candidate._replace(ms=ms))

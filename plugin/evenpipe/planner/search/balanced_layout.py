@@ -1,0 +1,44 @@
+"""Layers of each part of a pipeline such that its stages are equally fast, each on nodes of its own speed."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+__all__ = ["balanced_layout"]
+
+
+def balanced_layout(
+    layers: int, owners: Sequence[int], bare: Sequence[float], each: Sequence[float], most: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Return the layers of each part such that the slowest stage is as fast as can be; ``owners``: each part's stage.
+
+    bare: seconds of each part without layers. each: of a layer on each stage. most: layers that a stage may have; those
+    that then are left over go to the last stage.
+
+    Every part between the ends has a layer. The others go one by one to the stage that is the fastest with one more,
+    and there to the fastest part: with layers that are alike there is nothing better. Of equal ones the later takes it,
+    as earlier ones hold more micro-batches.
+    """
+    found = [0, *[1] * (len(owners) - 2), 0]
+    of_stage: dict[int, list[tuple[float, int]]] = {}
+    room = list(most or [layers] * len(each))
+    for position, (stage, seconds) in enumerate(zip(owners, bare, strict=True)):
+        of_stage.setdefault(stage, []).append((seconds + each[stage] * found[position], -position))
+        room[stage] -= found[position]
+    fastest = min(each)  # equal layers leave the keys as they are
+    queue = [(sum(seconds for seconds, _ in of) + each[stage] - fastest, -stage) for stage, of in of_stage.items()]
+    heapq.heapify(queue)
+    for of in of_stage.values():
+        heapq.heapify(of)
+    for _ in range(layers - sum(found)):
+        while len(queue) > 1 and room[-queue[0][1]] <= 0:
+            heapq.heappop(queue)
+        seconds, stage = queue[0]
+        of = of_stage[-stage]
+        fewest, position = of[0]
+        found[-position] += 1
+        room[-stage] -= 1
+        heapq.heapreplace(of, (fewest + each[-stage], position))
+        heapq.heapreplace(queue, (seconds + each[-stage], stage))
+    return tuple(found)
