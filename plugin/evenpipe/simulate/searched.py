@@ -71,8 +71,10 @@ def searched(
         told("caps shared by partner stages")
         each = effort._replace(seconds=effort.seconds / len(shared))
         of_caps = search(of_pairs, each, told=told)
-        for schedule in (*of_caps.best, *of_caps.published):
+        orders, before = (*of_caps.best, *of_caps.published), len(found)
+        for schedule in orders:
             with suppress(ScheduleError):  # there is no room for its evictions
                 found.append(Searched(*proven(with_evictions(schedule, problem, queues)), math.inf))
+        told(f"{len(found) - before} of {len(orders)} orders keep to each stage's cap by evictions")
     best = min(found, key=lambda one: one.batch_ms)
     return best._replace(published_ms=min(one.published_ms for one in found))
