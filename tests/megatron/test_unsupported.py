@@ -80,6 +80,19 @@ def test_a_setting_that_breaks_only_bpipe_is_refused_with_bpipe_only(setting: st
     assert "\n" not in str(refusal.value)
 
 
+def test_swaps_are_refused_with_what_else_moves_activations_and_with_combined_steps() -> None:
+    for setting, value in WITH_BPIPE:
+        [refusal] = refused_settings(config(**{setting: value}), False, swaps=True)
+        assert refusal.remedy.endswith("swaps off") or refusal.remedy == "turn it off, or swaps"
+    combined = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
+    assert [*refused_settings(combined, True)] == []
+    [refusal] = refused_settings(combined, True, swaps=True)
+    assert str(refusal) == (
+        "overlap_moe_expert_parallel_comm computes a forward and a backward together, between which a swap would "
+        "start: turn it off, or swaps"
+    )
+
+
 def test_graphs_of_parts_have_another_name_in_newer_releases() -> None:
     graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": None}
     parts = [SimpleNamespace(name="attn"), SimpleNamespace(name="moe_router")]

@@ -157,6 +157,20 @@ def test_more_than_was_reserved_is_pinned_when_it_is_needed_and_kept(pieces: lis
     assert memory.nbytes == 256
 
 
+def test_sizes_that_vary_by_less_than_an_eighth_share_blocks(pieces: list[int]) -> None:
+    """As experts' messages do, whose sizes depend on what a router sends them."""
+    memory = HostMemory(HOST)
+    for nbytes in range(15_400, 16_385):
+        assert memory.lend(nbytes).memory.numel() == 16_384
+    assert pieces == [16_384]
+
+
+def test_a_host_without_enough_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenpipe.runtime.host_memory.free_bytes", lambda: 2**20)
+    with pytest.raises(ValueError, match=r"^swaps: 0\.02 GiB more .* which has 0\.00 GiB free: swap a smaller share"):
+        HostMemory(HOST).lend(2**24)
+
+
 def test_a_copy_out_waits_for_the_copy_back_that_still_reads_its_block() -> None:
     link, waits = HostLink(HOST), list[object]()
     link._out.wait_event = waits.append  # type: ignore[method-assign]
