@@ -101,9 +101,10 @@ class Found(NamedTuple):
 def fit(run: Any, *, cluster: str | None = None, memory_gib: float | None = None, keep: Collection[str] = ()) -> Fit:
     """Return what to change of a run so that it fits its GPUs and is fast, as ``evenpipe fit`` prints it.
 
-    run: the words of the line that starts it, ``["torchrun", ..., "pretrain_gpt.py", ...]``, or its settings: a mapping
-    or an object such as a `TransformerConfig`, or Megatron-Bridge's `ConfigContainer`, with the sections model, train,
-    ddp and so on. cluster: as ``--cluster`` has it; memory_gib: of a GPU; keep: what stays, as ``--keep`` names it.
+    run: the words of the line that starts it, ``["torchrun", ..., "pretrain_gpt.py", ...]``, or its settings: those of
+    Megatron-Bridge's `ConfigContainer`, with the sections model, train, ddp and so on, or a mapping with the names of
+    `TransformerConfig`, and seq_length, vocab_size and the batch sizes beside them. cluster: as ``--cluster`` has
+    it; memory_gib: of a GPU; keep: what stays, as ``--keep`` names it.
     Nothing is trained and nothing changed. Raises `FitError`, a ValueError of one line.
     """
     if isinstance(run, str):
