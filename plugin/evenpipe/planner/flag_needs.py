@@ -65,177 +65,121 @@ def _modules(given: Given) -> Collection[str]:
     return given.run.recomputed_modules if given.run.recompute == "selective" else ()
 
 
-def _on_host(given: Given) -> bool:
-    return given.run.optimizer_offload > 0
-
-
 def _narrow_moments(given: Given) -> bool:
     return given.run.moment_bytes == 4 or bool(given.value("use_precision_aware_optimizer", False))
 
 
-_AWAY: Final = "fine_grained_activation_offloading"
+def _is(field: str, *values: object) -> Callable[[Given], bool]:
+    """Return whether a field of the run has one of these values; without any, whether it is set."""
+    return lambda given: getattr(given.run, field) in values if values else bool(getattr(given.run, field))
+
+
+def _not(field: str, value: object) -> Callable[[Given], bool]:
+    return lambda given: getattr(given.run, field) != value
+
+
+def _given(name: str) -> Callable[[Given], bool]:
+    """Return whether a flag was given, by its argument's name."""
+    return lambda given: bool(given.value(name, None))
+
+
+def _without(*modules: str) -> Callable[[Given], bool]:
+    """Return whether none of these is recomputed."""
+    return lambda given: not {*modules} & {*_modules(given)}
+
+
+def _either(*conditions: Callable[[Given], bool]) -> Callable[[Given], bool]:
+    return lambda given: any(met(given) for met in conditions)
+
+
+def _each(options: str, when: str, otherwise: str, met: Callable[[Given], bool], sizes: bool = False) -> list[Need]:
+    """Return a row for each of the options, with a blank between two, that need the same."""
+    return [Need(option, when, otherwise, met, sizes) for option in options.split()]
+
+
+_FP8: Final = "with --fp8-format"
 _MLA: Final = "with --multi-latent-attention"
 _IN_EXPERTS: Final = "in a model with experts"
 _MOMENTS: Final = "with --use-precision-aware-optimizer"
+_FULL: Final = "with --recompute-granularity full"
+_OFFLOAD: Final = "with --optimizer-cpu-offload"
+_AWAY: Final = "with --fine-grained-activation-offloading"
+_OVERLAP: Final = "overlap-moe-expert-parallel-comm"
+_MODULES: Final = "recompute-modules"
 NEEDS: Final = (
-    Need("fp8-recipe", "with --fp8-format", _IGNORED, _eight_bits),
-    Need("fp8-format", "without --fp4-format", _REFUSED, _eight_bits),
-    Need("fp8-param-gather", "with --fp8-format", _REFUSED, _eight_bits),
-    Need("fp8-dot-product-attention", "with --fp8-format", _IGNORED, _eight_bits),
-    Need("fp4-recipe", "with --fp4-format", _IGNORED, lambda given: given.run.quantized == "nvfp4"),
-    Need("cuda-graph-scope", "with --cuda-graph-impl", _IGNORED, lambda given: bool(given.run.graphs)),
-    Need("cuda-graph-modules", "with --cuda-graph-impl", _IGNORED, lambda given: bool(given.run.graphs)),
-    Need("moe-token-dispatcher-type", _IN_EXPERTS, _IGNORED, _experts),
-    Need(
-        "moe-flex-dispatcher-backend",
-        "with --moe-token-dispatcher-type flex",
-        _IGNORED,
-        lambda given: given.run.dispatcher != "alltoall",
+    *_each("fp8-recipe fp8-dot-product-attention", _FP8, _IGNORED, _eight_bits),
+    *_each("fp8-format", "without --fp4-format", _REFUSED, _eight_bits),
+    *_each("fp8-param-gather", _FP8, _REFUSED, _eight_bits),
+    *_each("fp4-recipe", "with --fp4-format", _IGNORED, _is("quantized", "nvfp4")),
+    *_each("cuda-graph-scope cuda-graph-modules", "with --cuda-graph-impl", _IGNORED, _is("graphs")),
+    *_each(
+        "moe-flex-dispatcher-backend", "with --moe-token-dispatcher-type flex", _IGNORED, _not("dispatcher", "alltoall")
     ),
-    Need("overlap-moe-expert-parallel-comm", _IN_EXPERTS, _REFUSED, _experts),
-    Need(
-        "overlap-moe-expert-parallel-comm",
-        "with expert parallelism",
-        _REFUSED,
-        lambda given: given.run.expert > 1,
-        sizes=True,
-    ),
-    Need(
-        "overlap-moe-expert-parallel-comm",
+    *_each(f"{_OVERLAP} moe-ffn-hidden-size", _IN_EXPERTS, _REFUSED, _experts),
+    *_each(_OVERLAP, "with expert parallelism", _REFUSED, _not("expert", 1), sizes=True),
+    *_each(
+        _OVERLAP,
         "with one pipeline stage, or with virtual stages",
         _REFUSED,
-        lambda given: given.run.stages == 1 or given.run.chunks > 1,
+        _either(_is("stages", 1), _not("chunks", 1)),
         sizes=True,
     ),
-    Need(
-        "overlap-moe-expert-parallel-comm",
-        "without recomputation of whole layers",
-        _REFUSED,
-        lambda given: given.run.recompute != "full",
-        sizes=True,
-    ),
-    Need("use-transformer-engine-op-fuser", _IN_EXPERTS, _UNCOUNTED, _experts),
-    Need(
+    *_each(_OVERLAP, "without recomputation of whole layers", _REFUSED, _not("recompute", "full"), sizes=True),
+    *_each("use-transformer-engine-op-fuser", _IN_EXPERTS, _UNCOUNTED, _experts),
+    *_each(
         "tp-comm-overlap",
         "with tensor parallelism and sequence parallelism",
         _REFUSED,
         lambda given: bool(given.run.sequence_parallel) and given.run.tensor > 1,
         sizes=True,
     ),
+    *_each(_MODULES, "with selective recomputation", _IGNORED, _is("recompute", "selective"), sizes=True),
+    Need(f"{_MODULES} mla_up_proj", _MLA, _REFUSED, _either(_latent, _without("mla_up_proj"))),
+    Need(f"{_MODULES} moe_act", _IN_EXPERTS, _REFUSED, _either(_experts, _without("moe_act"))),
     Need(
-        "recompute-modules",
-        "with selective recomputation",
-        _IGNORED,
-        lambda given: given.run.recompute == "selective",
-        sizes=True,
+        f"{_MODULES} moe, shared_experts", _IN_EXPERTS, _IGNORED, _either(_experts, _without("moe", "shared_experts"))
     ),
     Need(
-        "recompute-modules mla_up_proj",
-        _MLA,
-        _REFUSED,
-        lambda given: _latent(given) or "mla_up_proj" not in _modules(given),
-    ),
-    Need(
-        "recompute-modules moe_act",
-        _IN_EXPERTS,
-        _REFUSED,
-        lambda given: _experts(given) or "moe_act" not in _modules(given),
-    ),
-    Need(
-        "recompute-modules moe, shared_experts",
-        _IN_EXPERTS,
-        _IGNORED,
-        lambda given: _experts(given) or not {"moe", "shared_experts"} & set(_modules(given)),
-    ),
-    Need(
-        "recompute-modules layernorm, moe_act",
+        f"{_MODULES} layernorm, moe_act",
         "with another --fp8-recipe than delayed",
         _REFUSED,
-        lambda given: given.run.quantized != "delayed" or not {"layernorm", "moe_act"} & set(_modules(given)),
+        _either(_not("quantized", "delayed"), _without("layernorm", "moe_act")),
     ),
-    Need(
-        "recompute-method",
-        "with --recompute-granularity full",
+    *_each("recompute-method recompute-num-layers", _FULL, _IGNORED, _is("recompute", "full"), sizes=True),
+    *_each("exp-avg-dtype exp-avg-sq-dtype", _MOMENTS, _REFUSED, _narrow_moments),
+    *_each(
+        "use-precision-aware-optimizer", "with the distributed optimizer", _REFUSED, _not("sharded_optimizer", False)
+    ),
+    *_each("use-precision-aware-optimizer", "with --optimizer adam", _REFUSED, _is("optimizer", "adam")),
+    *_each("optimizer-cpu-offload", _MOMENTS, _REFUSED, _given("use_precision_aware_optimizer")),
+    *_each("optimizer-offload-fraction overlap-cpu-optimizer-d2h-h2d", _OFFLOAD, _IGNORED, _is("optimizer_offload")),
+    *_each("exp-avg-dtype exp-avg-sq-dtype", "without --optimizer-cpu-offload", _IGNORED, _is("optimizer_offload", 0)),
+    *_each("lora-modules", "with --lora-rank", _UNCOUNTED, _is("lora_rank")),
+    *_each("data-parallel-sharding-strategy", "with --use-megatron-fsdp", _IGNORED, _is("sharding")),
+    *_each(
+        "offload-modules activation-offload-fraction delta-offload-bytes-across-pp-ranks min-offloaded-tensor-size",
+        _AWAY,
         _IGNORED,
-        lambda given: given.run.recompute == "full",
-        sizes=True,
+        _given("fine_grained_activation_offloading"),
     ),
-    Need(
-        "recompute-num-layers",
-        "with --recompute-granularity full",
+    *_each("fine-grained-activation-offloading", "with --offload-modules", _REFUSED, _is("offload_modules")),
+    *_each(
+        "muon-momentum muon-num-ns-steps muon-tp-mode muon-scale-mode muon-fp32-matmul-prec",
+        "with --optimizer muon",
         _IGNORED,
-        lambda given: given.run.recompute == "full",
-        sizes=True,
+        _is("optimizer", "muon"),
     ),
-    Need("exp-avg-dtype", _MOMENTS, _REFUSED, _narrow_moments),
-    Need("exp-avg-sq-dtype", _MOMENTS, _REFUSED, _narrow_moments),
-    Need(
-        "use-precision-aware-optimizer",
-        "with the distributed optimizer",
-        _REFUSED,
-        lambda given: given.run.sharded_optimizer is not False,
-    ),
-    Need(
-        "use-precision-aware-optimizer", "with --optimizer adam", _REFUSED, lambda given: given.run.optimizer == "adam"
-    ),
-    Need(
-        "optimizer-cpu-offload",
-        _MOMENTS,
-        _REFUSED,
-        lambda given: bool(given.value("use_precision_aware_optimizer", False)),
-    ),
-    Need("optimizer-offload-fraction", "with --optimizer-cpu-offload", _IGNORED, _on_host),
-    Need("overlap-cpu-optimizer-d2h-h2d", "with --optimizer-cpu-offload", _IGNORED, _on_host),
-    Need("exp-avg-dtype", "without --optimizer-cpu-offload", _IGNORED, lambda given: not _on_host(given)),
-    Need("exp-avg-sq-dtype", "without --optimizer-cpu-offload", _IGNORED, lambda given: not _on_host(given)),
-    Need("lora-modules", "with --lora-rank", _UNCOUNTED, lambda given: given.run.lora_rank > 0),
-    Need(
-        "data-parallel-sharding-strategy", "with --use-megatron-fsdp", _IGNORED, lambda given: bool(given.run.sharding)
-    ),
-    *(
-        Need(
-            option, "with --fine-grained-activation-offloading", _IGNORED, lambda given: bool(given.value(_AWAY, False))
-        )
-        for option in (
-            *("offload-modules", "activation-offload-fraction", "delta-offload-bytes-across-pp-ranks"),
-            "min-offloaded-tensor-size",
-        )
-    ),
-    Need(
-        "fine-grained-activation-offloading",
-        "with --offload-modules",
-        _REFUSED,
-        lambda given: bool(given.run.offload_modules),
-    ),
-    *(
-        Need(option, "with --optimizer muon", _IGNORED, lambda given: given.run.optimizer == "muon")
-        for option in ("muon-momentum", "muon-num-ns-steps", "muon-tp-mode", "muon-scale-mode", "muon-fp32-matmul-prec")
-    ),
-    Need(
-        "num-query-groups",
-        "with --group-query-attention",
+    *_each("num-query-groups", "with --group-query-attention", _IGNORED, _given("group_query_attention")),
+    *_each("q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim", _MLA, _IGNORED, _latent),
+    *_each(
+        "moe-token-dispatcher-type moe-router-topk moe-layer-freq moe-shared-expert-intermediate-size moe-grouped-gemm "
+        "moe-router-num-groups moe-router-group-topk moe-router-load-balancing-type moe-aux-loss-coeff "
+        "expert-tensor-parallel expert-tensor-parallel-size",
+        _IN_EXPERTS,
         _IGNORED,
-        lambda given: bool(given.value("group_query_attention", False)),
+        _experts,
     ),
-    *(
-        Need(option, _MLA, _IGNORED, _latent)
-        for option in ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
-    ),
-    Need("moe-ffn-hidden-size", _IN_EXPERTS, _REFUSED, _experts),
-    *(
-        Need(option, _IN_EXPERTS, _IGNORED, _experts)
-        for option in (
-            *("moe-router-topk", "moe-layer-freq", "moe-shared-expert-intermediate-size", "moe-grouped-gemm"),
-            *("moe-router-num-groups", "moe-router-group-topk", "moe-router-load-balancing-type"),
-            *("moe-aux-loss-coeff", "expert-tensor-parallel", "expert-tensor-parallel-size"),
-        )
-    ),
-    Need(
-        "window-attn-skip-freq",
-        "with --window-size",
-        _IGNORED,
-        lambda given: bool(given.value("window_size", None)),
-    ),
+    *_each("window-attn-skip-freq", "with --window-size", _IGNORED, _given("window_size")),
 )
 
 
