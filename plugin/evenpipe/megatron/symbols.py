@@ -175,9 +175,6 @@ ADAPTIVE: Final = (
     *expected(
         {
             f"{_DDP}.zero_grad_buffer": "(self)",
-            f"{_DDP}.start_param_sync": "(self, *unused, force_sync=False, force_dispatch=False)",
-            f"{_DDP}.enable_forward_pre_hook": "(self)",
-            f"{_DDP}.disable_forward_pre_hook": "(self, param_sync=True)",
             f"{_TRANSFORMER}.moe.moe_utils:clear_aux_losses_tracker": "()",
             "megatron.core.models.bert.bert_model:BertModel": PRESENT,
             **LOGGED_LOSSES,
@@ -307,7 +304,7 @@ _CALLED: Final[Mapping[str, Changes]] = {
     "megatron.core.optimizer.distrib_optimizer:Range.normalize": "(self, start=0)",
     **members(_GROUP, ("start_grad_sync", "finish_grad_sync"), _GRAD_SYNC),
     f"{_GROUP}.start_param_sync": "(self, force_sync=False)",
-    **members(_GROUP, ("buckets", "grad_reduce_handle", "param_gather_handle")),
+    **members(_GROUP, ("buckets", "grad_reduce_handle")),
     **members(
         _DDP, ("buffers", "expert_parallel_buffers", "bucket_groups", "expert_parallel_bucket_groups", "ddp_config")
     ),
@@ -329,6 +326,9 @@ _STEPS: Final = "2bw: a step is submitted in one iteration and finished in the n
 _ASSIGNED: Final[Mapping[str, Mapping[str, Changes]]] = {
     _STEPS: {
         f"{_DDP}.zero_grad_buffer": "(self)",
+        f"{_DDP}.start_param_sync": "(self, *unused, force_sync=False, force_dispatch=False)",
+        f"{_DDP}.enable_forward_pre_hook": "(self)",
+        f"{_DDP}.disable_forward_pre_hook": "(self, param_sync=True)",
         f"{_PLAIN}.zero_grad": "(self, set_to_none=True)",
         f"{_PLAIN}.step": "(self)",
     },
@@ -344,6 +344,7 @@ _ASSIGNED: Final[Mapping[str, Mapping[str, Changes]]] = {
         f"{_BUFFERS}:_ParamAndGradBuffer.param_data": PRESENT,
         f"{_BUFFERS}:_ParamAndGradBucket.param_data": PRESENT,
         f"{_GROUP}.cached_param_buffer_shard_list": PRESENT,
+        f"{_GROUP}.param_gather_handle": PRESENT,
     },
     "2bw: a batch of experts' tokens has counts of its own, and a weight version its bias": {
         **members(f"{_MOE}.router:TopKRouter", ("expert_bias", "local_tokens_per_expert")),

@@ -111,14 +111,15 @@ _BY_CHUNK = (
 _FILES_IN_A_V: Mapping[str, str] = {"ckpt_format": _BY_CHUNK, "ckpt_convert_format": _BY_CHUNK}
 
 _ONE_VERSION = "keeps something of the weights beside them, which would be one version's only"
+_QUANTISED = "caches quantised weights and ranges of values in its layers, once for both weight versions"
 _ADDRESSES = "captures the addresses of one weight version"
 _JOINS = "joins all stages in every iteration, which 2bw is there to avoid"
 _OUTSIDE = "keeps gradients outside of the gradient buffer"
 _SHARDED = "shards weights beyond data-parallel replicas"
 _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "overlap_param_gather_with_optimizer_step": "gathers weights while a batch still runs on the ones before",
-    "fp8": _ONE_VERSION,
-    "fp4": _ONE_VERSION,
+    "fp8": _QUANTISED,
+    "fp4": _QUANTISED,
     "use_precision_aware_optimizer": _ONE_VERSION,
     "optimizer_cpu_offload": _ONE_VERSION,
     "nccl_ub": "registers the memory of one weight version",

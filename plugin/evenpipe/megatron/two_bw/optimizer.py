@@ -82,8 +82,8 @@ class TwoBWOptimizer(Gradients):
         if self._gathers:
             # Forwards wait for versions, not for what each layer finds under way.
             model[0].disable_forward_pre_hook()
-            for name in ("start_param_sync", "enable_forward_pre_hook", "disable_forward_pre_hook"):
-                setattr(model[0], name, _done_by_two_bw)
+            model[0].start_param_sync = _done_by_two_bw
+            model[0].enable_forward_pre_hook = model[0].disable_forward_pre_hook = _done_by_two_bw
         self._tokens: Tensor | None = None  # of the submitted batch, on the last stage
         self._divisor = 1.0  # its gradients', by all stages' figures
         self._own: OwnGradients | None = None

@@ -69,10 +69,10 @@ class Routers:
         for bias in self.biases:
             bias.data = bias.data.clone()
         for module in self._modules:
-            module.training = True  # the loop may be about to evaluate
+            module.train()  # the loop may be about to evaluate
         yield
         for module, before in zip(self._modules, trained, strict=True):
-            module.training = before
+            module.train(before)
         self._moved = [bias.data for bias in self.biases]
         for bias, before in zip(self.biases, newest, strict=True):
             bias.data = before
