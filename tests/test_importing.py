@@ -164,6 +164,7 @@ def test_what_names_no_command_answers_without_any_package(words: str, status: i
         "simulate",
         "candidates",
         "estimate",
+        "fit",
         "plan",
         "recipe",
         "partition",

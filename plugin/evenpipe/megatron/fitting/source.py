@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any, Final
 
-from evenpipe.megatron.unsupported import refused_in_a_v, refused_settings
 from evenpipe.planner.arguments import FlagError, flag_parser
 from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster
 from evenpipe.planner.fit.moves import SHORT, Aspect
@@ -57,6 +56,8 @@ class Source:
 
     def schedules(self, run: Run) -> tuple[tuple[str, ...], bool, list[str]]:
         """Return EvenPipe's schedules that go together with the run, whether BPipe does, and why others do not."""
+        from evenpipe.megatron.unsupported import refused_in_a_v, refused_settings  # which imports torch
+
         for refusal in refused_settings(self.given, False):
             return (), False, [f"without EvenPipe's schedules: {refusal.setting} {refusal.reason}"]
         bpipe = not any(refused_settings(self.given, True))
