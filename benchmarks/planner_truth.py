@@ -19,6 +19,7 @@ from published.lora import adapters
 from published.megatron import golden_runs
 from published.pipedream import figure_8_gib as figure_8_of_2bw
 from published.pipedream import figure_11_billion, largest_micro_batch, table_1
+from published.primus import misordered, speeds
 from published.production import longer
 from published.recipes import published
 from published.recipes_fit import CONSTANTS, classes
@@ -69,6 +70,7 @@ def measures() -> dict[str, Any]:
         "uncertainty": _coverage(programs),
         "recipes": _recipes(),
         "adapters": [one._asdict() for one in adapters()],
+        "schedules": _schedules(),
     }
     return found
 
@@ -134,6 +136,13 @@ def _pipedream() -> dict[str, Any]:
         },
         "figure_11_billion": {depth: figure_11_billion(depth) for depth in (8, 16, 32, 64)},
     }
+
+
+def _schedules() -> dict[str, Any]:
+    """Six schedules' speed over 1F1B's as Primus measured it, and which pairs are in another order."""
+    found = speeds()
+    wrong = [f"{one.schedule}, {other.schedule}" for one, other in misordered(found)]
+    return {"speeds": [one._asdict() for one in found], "misordered": wrong}
 
 
 def _vtrain() -> dict[str, Any]:
@@ -239,6 +248,10 @@ def _shown(found: dict[str, Any]) -> Table:
     for one in found["adapters"]:
         text = f"{one['whole']:+.1%}; {one['packed']:+.1%}"
         shown.add_row(f"LoRA, 70B {one['name']}", "longer than measured: a sample whole; packed of 16", text, "8 %")
+    order = found["schedules"]
+    each = ", ".join(f"{one['schedule']} {one['estimated']:.3f} ({one['measured']:.3f})" for one in order["speeds"])
+    shown.add_row("Primus, Llama 2 7B on 8 MI300X: schedules", "speed over 1F1B's (measured)", each, "")
+    shown.add_row("  in another order", "of 15 pairs", "; ".join(order["misordered"]) or "none", "")
     for name, gib, estimated in found["recipes"]["memory"]:
         shown.add_row(f"  {name}", "GiB allocated", f"{estimated:.1f} for {gib:.1f}", "")
     return shown

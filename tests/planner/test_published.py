@@ -18,6 +18,7 @@ from benchmarks.published.lora import adapters
 from benchmarks.published.megatron import golden_runs
 from benchmarks.published.pipedream import figure_8_gib as figure_8_gib_2bw
 from benchmarks.published.pipedream import figure_11_billion, largest_micro_batch, table_1
+from benchmarks.published.primus import misordered, speeds
 from benchmarks.published.production import longer
 from benchmarks.published.recipes import published
 from benchmarks.published.recipes_fit import classes
@@ -302,3 +303,11 @@ def test_published_iterations_of_adapters_are_estimated() -> None:
     assert len(found) == 5
     assert all(abs(one.whole) < 0.08 for one in found)
     assert all(-0.15 < one.packed < one.whole for one in found)
+
+
+def test_six_schedules_are_in_the_order_that_primus_measured_but_for_near_ties() -> None:
+    found = speeds()
+    wrong = misordered(found)
+    assert {(one.schedule, other.schedule) for one, other in wrong} == {("zb-h1", "zbv"), ("interleaved", "v-half")}
+    assert all(one.measured / other.measured < 1.01 for one, other in wrong), "they differ by less than 1 %"
+    assert {one.schedule for one in found if one.measured < 1} == {one.schedule for one in found if one.estimated < 1}
