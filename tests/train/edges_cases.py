@@ -36,7 +36,7 @@ SCHEDULES = {
     "1f1b, recomputed": (1, 1, False),
     "dualpipev": (2, 1, False),
     "1f1b, swapped": (1, 1, False),
-    "kfkb, BPipe, swapped": (1, 2, True),
+    "zb-h1, swapped": (1, 1, False),
     "v-half, swapped": (2, 1, False),
 }
 

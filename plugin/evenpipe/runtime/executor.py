@@ -10,7 +10,6 @@ from torch import Tensor, UntypedStorage
 
 from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.forward_only import forward_only
-from evenpipe.runtime.host_memory import Passage
 from evenpipe.runtime.host_swaps import HostSwaps
 from evenpipe.runtime.memory import Slot, SlotPool, aligned_bytes
 from evenpipe.runtime.resources import Observer, Resources
@@ -205,7 +204,8 @@ class Flow:
         self.evicts = program.schedule.evictions[resources.stage_index] > 0
         self.keeper, self.swaps = resources.keeper, resources.swaps_in(program)
         if self.swaps is not None:
-            self.swaps.begin(most_whole(program.schedule.actions[resources.stage_index]), self.wait)
+            exposed = resources.exposed if resources.measure else None
+            self.swaps.begin(most_whole(program.schedule.actions[resources.stage_index]), exposed)
         self.records = resources.records(program)
         self.slots_needed = _most_accepted(program.steps[resources.stage_index])
         self.under_way: dict[Message, Transfer] = {}
@@ -409,8 +409,8 @@ class Flow:
         watch.wait(transfer)
         waited(message, message in self.received, watch.total_ms())
 
-    def wait(self, transfer: Transfer | Passage) -> None:
-        """Wait for what is moved to a partner or host, or from there; the time counts where it is measured."""
+    def wait(self, transfer: Transfer) -> None:
+        """Wait for what is moved between partners; the time counts where it is measured."""
         if self.resources.measure:
             self.resources.exposed.wait(transfer)
         else:

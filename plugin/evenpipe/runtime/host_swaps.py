@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
 
 from evenpipe.runtime.host_memory import Block, HostLink, Passage
 from evenpipe.runtime.store import ActivationStore
+from evenpipe.runtime.timing import Stopwatch
 
 __all__ = ["HostSwaps"]
 
@@ -24,16 +25,16 @@ class HostSwaps:
         self.share = share
         self.link = link if link is not None else HostLink(device)
         self._most_whole = 1
-        self._wait: Callable[[Passage], None] = Passage.wait
+        self._exposed: Stopwatch | None = None
         self._reached = 1.0
         self._store = store
         self._leaving: dict[Hashable, list[Passage]] = {}  # oldest first
         self._on_host: dict[Hashable, list[Block]] = {}
         self._arriving: dict[Hashable, list[Passage]] = {}
 
-    def begin(self, most_whole: int, wait: Callable[[Passage], None]) -> None:
-        """Begin a batch that is carried out with at most so many whole micro-batches here, and waits for copies so."""
-        self._most_whole, self._wait = most_whole, wait
+    def begin(self, most_whole: int, exposed: Stopwatch | None) -> None:
+        """Begin a batch with at most so many whole micro-batches here; `exposed` counts waits for copies."""
+        self._most_whole, self._exposed = most_whole, exposed
 
     def make_room(self) -> None:
         """Wait for copies to the host until there is room for one micro-batch more; let go of what has been copied."""
@@ -77,6 +78,12 @@ class HostSwaps:
                 passage.wait()
         for units in (self._leaving, self._on_host, self._arriving):
             units.clear()
+
+    def _wait(self, passage: Passage) -> None:
+        if self._exposed is None:
+            passage.wait()
+        else:
+            self._exposed.wait(passage)
 
     def _gone(self, unit: Hashable) -> None:
         passages = self._leaving.pop(unit)
