@@ -58,7 +58,7 @@ JOBS: Final = (
     Job("overhead", 3, script("overhead"), timed=True),
     Job("peers", 46, script("peers"), "peers.png", timed=True),
     Job("bubbles", 8, script("bubbles"), timed=True),
-    Job("corrections", 3, script("corrections"), timed=True),
+    Job("corrections", 4, script("corrections", "--repeats", "9", "--batches", "2"), timed=True),
     Job("bubbles_in_a_script", 6, script("bubbles", *SMALL), checkout=True, timed=True),
     Job("deepspeed_bubbles", 10, script("deepspeed_bubbles"), timed=True),
     Job("megatron_lm", 5, script("megatron_lm"), checkout=True, timed=True),
