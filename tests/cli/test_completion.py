@@ -31,7 +31,7 @@ def script(capsys: pytest.CaptureFixture[str], shell: str) -> str:
 COMPLETED = [
     ("pla", "plan"),
     ("plan --micro", "--micro-batch-size"),
-    ("plan --precision b", "bf16"),
+    ("plan --precision bf", "bf16"),
     ("schedule --costs co", "costs.json"),
     ("--vers", "--version"),
 ]
@@ -79,7 +79,8 @@ def test_commands_options_and_choices(proposed: Proposed) -> None:
     assert set(COMMANDS) <= set(proposed(""))
     assert proposed("pla") == ["plan"]
     assert proposed("plan", "--micro") == ["--micro-batch-size"]
-    assert proposed("plan", "--precision", "") == ["fp32", "fp16", "bf16"]
+    assert proposed("plan", "--precision", "")[:4] == ["fp32", "fp16", "bf16", "fp8"]
+    assert proposed("estimate", "--precision", "") == ["fp32", "fp16", "bf16"]
     assert proposed("estimate", "--bpipe", "--no-such") == []
 
 
@@ -94,7 +95,7 @@ def test_fish_has_a_line_for_each_command_and_each_option_with_its_words(capsys)
     lines = script(capsys, "fish").splitlines()
     assert len(lines) > 200
     assert all(line.startswith("complete -c evenpipe -n ") for line in lines)
-    assert [line for line in lines if "from plan'" in line and " -l precision -x -a 'fp32 fp16 bf16'" in line]
+    assert [line for line in lines if "from plan'" in line and " -l attention -x -a 'unfused flash'" in line]
     named = {match[1] for line in lines if (match := re.search(r"seen_subcommand_from (\w+)'", line))}
     assert named == set(COMMANDS)
 

@@ -25,8 +25,9 @@ def _options(command: str) -> list[_Option]:
     commands = Parser("evenpipe").add_subparsers()
     import_module(f"evenpipe.cli.{command}").add_to(commands)
     return [
-        _Option(name, about, "" if one.nargs == 0 else None if one.choices is None else " ".join(map(str, one.choices)))
+        _Option(name, about, "" if one.nargs == 0 else None if choices is None else " ".join(map(str, choices)))
         for one in commands.choices[command].options()
+        for choices in [one.choices or getattr(one.type, "known", None)]
         for about in [(one.help or "").replace("%(default)s", str(one.default)).partition(" (")[0]]
         for name in [next((name for name in one.option_strings if name.startswith("--")), one.option_strings[0])]
     ]

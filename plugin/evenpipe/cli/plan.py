@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Final, get_args
+from typing import Final, NamedTuple, get_args
 
 from evenpipe.cli.estimate import (
     AS_IN_PAPERS,
@@ -81,11 +81,11 @@ def add_search_options(parser: ArgumentParser, title: str, description: str | No
     group.add_argument("--micro-batch-size", "--micro-batch", type=positive, metavar="B")
     several = "several are weighed beside each other; fp8: as --fp8-recipe says, or delayed"
     group.add_argument(
-        "--precision", type=_listed(_PRECISIONS), metavar="NAME[,NAME...]", help=f"{' | '.join(_PRECISIONS)}; {several}"
+        "--precision", type=_Listed(_PRECISIONS), metavar="NAME[,NAME...]", help=f"{' | '.join(_PRECISIONS)}; {several}"
     )
     dispatchers = f"{' | '.join(get_args(Dispatcher))}: experts' dispatchers to weigh beside each other"
     group.add_argument(
-        "--moe-dispatchers", type=_listed(get_args(Dispatcher)), metavar="NAME[,NAME...]", help=dispatchers
+        "--moe-dispatchers", type=_Listed(get_args(Dispatcher)), metavar="NAME[,NAME...]", help=dispatchers
     )
     group.add_argument("--attention", choices=get_args(Attention))
     add_features(parser.add_argument_group("products, experts, graphs, optimizer, offloading", "as Megatron's flags"))
@@ -103,14 +103,16 @@ def _names(text: str) -> tuple[str, ...]:
 _PRECISIONS: Final = (*get_args(Precision), "fp8", *get_args(Quantized))
 
 
-def _listed(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    def read(text: str) -> tuple[str, ...]:
-        for name in _names(text):
-            if name not in known:
-                raise ArgumentTypeError(f"{name!r}: choose of {', '.join(known)}, with a comma between two")
-        return tuple(dict.fromkeys(_names(text)))
+class _Listed(NamedTuple):
+    """The type of an option that takes several of ``known`` names."""
 
-    return read
+    known: Sequence[str]
+
+    def __call__(self, text: str) -> tuple[str, ...]:
+        for name in _names(text):
+            if name not in self.known:
+                raise ArgumentTypeError(f"{name!r}: choose of {', '.join(self.known)}, with a comma between two")
+        return tuple(dict.fromkeys(_names(text)))
 
 
 def _each_asked(arguments: Namespace, of: Model, nodes: Cluster) -> list[Run]:
