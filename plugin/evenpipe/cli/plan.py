@@ -6,9 +6,9 @@ import shlex
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Final, NamedTuple, get_args
+from typing import Final, get_args
 
 from evenpipe.cli.estimate import (
     AS_IN_PAPERS,
@@ -103,7 +103,8 @@ def _names(text: str) -> tuple[str, ...]:
 _PRECISIONS: Final = (*get_args(Precision), "fp8", *get_args(Quantized))
 
 
-class _Listed(NamedTuple):
+@dataclass(frozen=True)
+class _Listed:
     """The type of an option that takes several of ``known`` names."""
 
     known: Sequence[str]
