@@ -210,6 +210,9 @@ def tuned(rank: int) -> dict[str, Any]:
             step = pipeline.step
         else:
             found["unlimited"] = refusal(GroupTuning, pipeline, optimizer)
+            pipeline.executor.swap(0.5)  # as one that was made with swap=0.5
+            found["swapping"] = refusal(GroupTuning, pipeline, optimizer, memory_gib=1.0)
+            pipeline.executor.swaps = None
             tuning = GroupTuning(pipeline, optimizer, memory_gib=1.0, interval=2)
             step = tuning.step
         losses[schedule], sizes = [], []

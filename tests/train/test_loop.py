@@ -98,4 +98,5 @@ def test_a_group_size_is_chosen_while_training_and_changes_no_loss(ranks: list[d
         assert found["resumed"] == 6
         assert found["ungrouped"].startswith("program: 1f1b groups no micro-batches")
         assert found["unlimited"].startswith("memory_gib: how much may a process hold?")
+        assert found["swapping"].startswith("swap: memory is measured without swaps")
         assert "fits" in found["small"]

@@ -132,3 +132,18 @@ def test_a_choice_is_kept_when_a_run_goes_on():
     other.begin(1_000_000, size)
     assert not other.weighs
     assert str(other.program(size, "many").schedule) == str(schedule)
+
+
+@pytest.mark.parametrize("evicts", [True, False])
+def test_a_choice_that_evicts_is_made_anew_where_a_run_that_goes_on_cannot(evicts, alone):
+    size = Size(4, 8)
+    loop = ChoiceLoop(PartWatch(), effort=QUICK)
+    loop.allow(evicts=True, remedy="")
+    loop.costs, loop._byte_ms, loop._limit_bytes = costs(320), 1e-4, 320
+    chosen = next(one for one in options(loop.costs, size, byte_ms=1e-4) if one.name == "1f1b with BPipe")
+    loop._found[8] = chosen.program.schedule
+    other = ChoiceLoop(PartWatch(), effort=QUICK)
+    other.allow(evicts, remedy="")
+    other.load_state_dict(loop.state_dict())
+    other.prepare(None, size, "many")
+    assert any(other.program(size, "many").schedule.evictions) == evicts

@@ -3,13 +3,17 @@
 import functools
 import os
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from evenpipe.report.files import move_durably
+from evenpipe.runtime.weight_versions import WeightVersions
+from evenpipe.schedule import find
 from evenpipe.two_bw import side_file
+from evenpipe.two_bw.stream import TwoBW
 
 pytestmark = pytest.mark.usefixtures("alone")
 resume = functools.partial(side_file.resume, accepts_one_version=False, setting="--one")
@@ -202,3 +206,18 @@ def test_a_correction_of_the_process_own_optimizer_has_a_file_of_its_own(tmp_pat
     own.paths[0].unlink()
     with pytest.raises(side_file.SideFileError, match=r"but there is no file .*rank\.pt"):
         resume(Corrected(), [part, own], 3, True)
+
+
+def test_buffers_of_a_weight_version_have_no_delay_correction(tmp_path):
+    def two_bw(value):
+        versions = WeightVersions([torch.full((2,), value)], buffers=[torch.full((3,), 10 * value)])
+        gradients = SimpleNamespace(versions=versions, loss_scale=None, param_groups=[], optimizers=[])
+        return TwoBW(gradients, find("2bw"), bpipe=False, correction="weight-prediction")
+
+    part = side_file.Part([tmp_path / "side.pt"], [torch.ones(2)], places=[0, 1])
+    saved, fresh = two_bw(1.0), two_bw(2.0)
+    saved.batch = 1
+    side_file.write(part.paths[0], 3, "of iteration 3", saved, part)
+    assert resume(fresh, [part], 3, True)[0]
+    assert [one.tolist() for one in fresh.versions.tensors(0)] == [[1, 1], [10, 10, 10]]
+    assert [one.tolist() for one in fresh.correction.state()] == [[1, 1]]

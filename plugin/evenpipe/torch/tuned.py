@@ -48,6 +48,8 @@ class GroupTuning:
         spec = find(schedule.name)
         if "groups" not in spec.needs:
             raise ValueError(f"program: {spec.name} groups no micro-batches, so there is no size to choose: build kfkb")
+        if pipeline.executor.swaps is not None:
+            raise ValueError("swap: memory is measured without swaps: leave it out, or GroupTuning")
         if memory_gib is None and device.type != "cuda":
             raise ValueError("memory_gib: how much may a process hold? Give GiB: only of a GPU is it known")
         programs = Programs(spec, bool(pipeline.program.pairs), pipeline.executor.connections.queues)

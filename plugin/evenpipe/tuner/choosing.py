@@ -189,6 +189,11 @@ class ChoiceLoop(SearchLoop):
         super().load_state_dict(state)
         self._byte_ms = state["byte_ms"]
 
+    def prepare(self, executor: Executor, size: Size, queues: Queues) -> None:
+        if not self._evicts:  # a run that could evict may have saved its choice, and this one cannot carry it out
+            self._found = {count: found for count, found in self._found.items() if not any(found.evictions)}
+        super().prepare(executor, size, queues)
+
     def _announce(self, size: Size) -> None:
         """Say nothing before the choice."""
 
@@ -202,7 +207,8 @@ class ChoiceLoop(SearchLoop):
         return super()._gathered(executor, size, room)
 
     def _find(self, costs: RunCosts, size: Size, queues: Queues) -> tuple[Schedule, str]:
-        chosen, others = choose(costs, size, queues, self._byte_ms, self._halves, self._effort)
+        byte_ms = self._byte_ms if self._evicts else None
+        chosen, others = choose(costs, size, queues, byte_ms, self._halves, self._effort)
         return chosen.program.schedule, self._said(chosen, others, costs, size)
 
     def _said(self, chosen: Option, others: list[Option], costs: RunCosts, size: Size) -> str:

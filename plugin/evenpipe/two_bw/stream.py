@@ -261,7 +261,9 @@ class TwoBW:
         if correction is not None:
             state["correction"] = correction.name
             if not correction.own:
-                state["corrected"] = _on_host(correction.state(), places)
+                corrected = correction.state()  # of parameters alone, behind which versions have buffers
+                its = None if places is None else [place for place in places if place < len(corrected)]
+                state["corrected"] = _on_host(corrected, its)
         return state
 
     def own_state(self) -> dict[str, Any]:
