@@ -145,6 +145,7 @@ def test_a_script_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("--write run.sh -- pretrain_gpt.py {}", "--write: which launcher?"),
         ("--take least -- pretrain_gpt.py {}", "--take: says which answer --write writes"),
         ("-- deepspeed train.py --deepspeed_config ds.json", "do not say what the model is"),
+        ("nowhere", "nowhere: no such folder: name one that"),
         ("none.yaml", "none.yaml: cannot be read: No such file"),
         ("mkdocs.yml", "mkdocs.yml:39: is neither YAML nor JSON"),
         ("docs", "has neither run_config.yaml nor recipe.json"),

@@ -106,6 +106,11 @@ def _run(arguments: Namespace) -> None:
 def _source(arguments: Namespace) -> Source:
     words = arguments.line[1:] if arguments.line[:1] == ["--"] else arguments.line
     if not words or not is_file_of_a_run(words[0]):
+        if len(words) == 1 and not words[0].endswith(".py"):
+            raise UsageError(
+                f"{words[0]}: no such folder: name one that Bridge or `evenpipe recipe` wrote, or give the line that "
+                "starts the run, such as -- torchrun ... pretrain_gpt.py <flags>"
+            )
         return source_of_line(words, arguments.cluster, arguments.memory_gib)
     if words[1:]:
         raise UsageError(f"{words[1]}: behind {words[0]}, which has all that is read: leave it out")
