@@ -198,3 +198,10 @@ def test_a_wrong_key_is_named_once_with_its_file(tmp_path: Path, nodes: Any) -> 
         listed(tmp_path, nodes, gpus_per_node="eight", device="h100")
     key = "own.nodes.0" if nodes == MIXED else "own"
     assert str(caught.value) == f"{tmp_path / 'own.yaml'}: {key}.gpus_per_node: must be a whole number"
+
+
+def test_stages_of_unlike_nodes_are_not_to_be_levelled_by_layers(tmp_path: Path) -> None:
+    """The faster nodes' stages hold more because they compute more."""
+    uneven = {"layout": (13, 13, 3, 3), "recompute": "full"}
+    assert not any("even them out" in one for one in estimated(listed(tmp_path, MIXED), **uneven).warnings)
+    assert any("even them out" in one for one in estimated(cluster("4x8-h100"), **uneven).warnings)
