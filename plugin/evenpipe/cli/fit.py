@@ -42,8 +42,9 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands,
         "fit",
-        usage="evenpipe fit [--cluster NAME] [--memory-gib X] [--keep NAME,...] [--write RUN.sh [--take NAME]] "
-        "[--json] -- [torchrun ...] pretrain_gpt.py [FLAGS ...]\n"
+        usage="evenpipe fit [--cluster NAME] [--memory-gib X] [--keep NAME,...]"
+        "\n                    [--write RUN.sh [--take NAME]] [--json]"
+        "\n                    -- [torchrun ...] pretrain_gpt.py [FLAGS ...]\n"
         "       evenpipe fit [...] run_config.yaml|CHECKPOINT|RECIPE",
         beyond="the run's own line goes behind --; or a configuration that Megatron-Bridge saved, or a recipe's folder",
         epilog="--json prints a document evenpipe.fit/1: now (an evenpipe.estimate/1), answers, and notes.",
