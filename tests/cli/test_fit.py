@@ -309,3 +309,11 @@ def test_flags_are_wrapped_at_the_width_of_a_terminal(
     changes = [line for line in shown.splitlines() if line.startswith("  + ")]
     assert changes
     assert max(map(len, changes)) <= 80
+
+
+def test_a_wrong_value_in_a_configuration_names_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run_config.yaml").write_text("model:\n  num_layers: many\n", "utf-8")
+    with pytest.raises(SystemExit):
+        main(["fit", "--cluster", "1x4-h100", str(tmp_path)])
+    said = "run_config.yaml: argument --num-layers: invalid int value: 'many'"
+    assert said in capsys.readouterr().err
