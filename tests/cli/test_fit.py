@@ -145,6 +145,7 @@ def test_a_script_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("--write run.sh -- pretrain_gpt.py {}", "--write: which launcher?"),
         ("--take least -- pretrain_gpt.py {}", "--take: says which answer --write writes"),
         ("-- deepspeed train.py --deepspeed_config ds.json", "do not say what the model is"),
+        ("nowhere", "nowhere: no such folder: name one that"),
         ("none.yaml", "none.yaml: cannot be read: No such file"),
         ("mkdocs.yml", "mkdocs.yml:39: is neither YAML nor JSON"),
         ("docs", "has neither run_config.yaml nor recipe.json"),
@@ -310,3 +311,11 @@ def test_flags_are_wrapped_at_the_width_of_a_terminal(
     changes = [line for line in shown.splitlines() if line.startswith("  + ")]
     assert changes
     assert max(map(len, changes)) <= 80
+
+
+def test_a_wrong_value_in_a_configuration_names_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run_config.yaml").write_text("model:\n  num_layers: many\n", "utf-8")
+    with pytest.raises(SystemExit):
+        main(["fit", "--cluster", "1x4-h100", str(tmp_path)])
+    said = "run_config.yaml: argument --num-layers: invalid int value: 'many'"
+    assert said in capsys.readouterr().err

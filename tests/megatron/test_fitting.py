@@ -173,6 +173,16 @@ def test_a_name_of_nothing_to_keep_is_one_line() -> None:
         evenpipe.fit(LINE, keep=["q"])
 
 
+@pytest.mark.parametrize(
+    ("run", "memory_gib", "said"),
+    [(3, None, "run: 3 is no run"), (None, None, "run: None is no run"), (LINE, -1, "memory_gib: -1 is no amount")],
+)
+def test_what_is_no_run_or_no_memory_is_one_line(run: object, memory_gib: float | None, said: str) -> None:
+    with pytest.raises(FitError, match=said) as error:
+        evenpipe.fit(run, memory_gib=memory_gib)
+    assert "\n" not in str(error.value)
+
+
 def test_a_layout_is_built_for_the_stages_that_bridge_names() -> None:
     """As Bridge's recipe runner asks, by position, when sizes of a recipe are overridden."""
     layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")

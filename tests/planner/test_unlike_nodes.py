@@ -165,7 +165,7 @@ def test_no_run_is_slower_than_on_the_slowest_nodes_alone(
         ([{"count": 1}], "own.nodes.0.device: "),
         ([{"device": "h100", "count": 1, "slowness": 0.5}], "own.nodes.0.slowness: "),
         ([{"device": "h100", "count": 1, "gpus_per_node": 4}], "own.nodes.0.gpus_per_node: unknown key"),
-        ([{"device": "h1000", "count": 1}], "h1000: unknown among devices, did you mean h100?"),
+        ([{"device": "h1000", "count": 1}], "own.nodes.0.device: h1000: unknown among devices, did you mean h100?"),
     ],
 )
 def test_a_wrong_list_is_refused_in_a_line(tmp_path: Path, nodes: Any, said: str) -> None:
@@ -190,3 +190,18 @@ def test_tensor_parallel_ranks_are_never_on_two_kinds(tmp_path: Path) -> None:
 def test_a_precision_is_one_of_every_kind(tmp_path: Path) -> None:
     with pytest.raises(EstimateError, match="fp8_format: a100-80gb has no fp8"):
         estimate(MODEL, listed(tmp_path, MIXED), Run(64, stages=4, data=8, quantized="tensorwise"), MEGATRON)
+
+
+@pytest.mark.parametrize("nodes", [MIXED, 4])
+def test_a_wrong_key_is_named_once_with_its_file(tmp_path: Path, nodes: Any) -> None:
+    with pytest.raises(DescriptionError) as caught:
+        listed(tmp_path, nodes, gpus_per_node="eight", device="h100")
+    key = "own.nodes.0" if nodes == MIXED else "own"
+    assert str(caught.value) == f"{tmp_path / 'own.yaml'}: {key}.gpus_per_node: must be a whole number"
+
+
+def test_stages_of_unlike_nodes_are_not_to_be_levelled_by_layers(tmp_path: Path) -> None:
+    """The faster nodes' stages hold more because they compute more."""
+    uneven = {"layout": (13, 13, 3, 3), "recompute": "full"}
+    assert not any("even them out" in one for one in estimated(listed(tmp_path, MIXED), **uneven).warnings)
+    assert any("even them out" in one for one in estimated(cluster("4x8-h100"), **uneven).warnings)

@@ -42,8 +42,9 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands,
         "fit",
-        usage="evenpipe fit [--cluster NAME] [--memory-gib X] [--keep NAME,...] [--write RUN.sh [--take NAME]] "
-        "[--json] -- [torchrun ...] pretrain_gpt.py [FLAGS ...]\n"
+        usage="evenpipe fit [--cluster NAME] [--memory-gib X] [--keep NAME,...]"
+        "\n                    [--write RUN.sh [--take NAME]] [--json]"
+        "\n                    -- [torchrun ...] pretrain_gpt.py [FLAGS ...]\n"
         "       evenpipe fit [...] run_config.yaml|CHECKPOINT|RECIPE",
         beyond="the run's own line goes behind --; or a configuration that Megatron-Bridge saved, or a recipe's folder",
         epilog="--json prints a document evenpipe.fit/1: now (an evenpipe.estimate/1), answers, and notes.",
@@ -106,6 +107,11 @@ def _run(arguments: Namespace) -> None:
 def _source(arguments: Namespace) -> Source:
     words = arguments.line[1:] if arguments.line[:1] == ["--"] else arguments.line
     if not words or not is_file_of_a_run(words[0]):
+        if len(words) == 1 and not words[0].endswith(".py"):
+            raise UsageError(
+                f"{words[0]}: no such folder: name one that Bridge or `evenpipe recipe` wrote, or give the line that "
+                "starts the run, such as -- torchrun ... pretrain_gpt.py <flags>"
+            )
         return source_of_line(words, arguments.cluster, arguments.memory_gib)
     if words[1:]:
         raise UsageError(f"{words[1]}: behind {words[0]}, which has all that is read: leave it out")

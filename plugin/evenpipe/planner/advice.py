@@ -77,7 +77,7 @@ def warnings_of(
         *([f"left out of the model's description: {', '.join(model.left_out)}"] if model.left_out else []),
         *_unfused(model, run),
         *_pressure(devices, run, held, working_bytes),
-        *_above(run, held),
+        *_above(cluster, run, held),
         *_slowest(run, times_ms),
         *_evictions(cluster, run, times_ms, eviction_ms),
     ]
@@ -120,12 +120,14 @@ def _pressure(devices: Sequence[Device], run: Run, held: Sequence[StageBytes], w
         )
 
 
-def _above(run: Run, held: Sequence[StageBytes]) -> Iterator[str]:
+def _above(cluster: Cluster, run: Run, held: Sequence[StageBytes]) -> Iterator[str]:
     order = sorted(range(len(held)), key=lambda stage: held[stage].total)
     least, most = held[order[0]], held[order[-1]]
     if most.total > least.total * (1 + _APART):
         of_activations = most.activations - least.activations > (most.total - least.total) / 2
         levels = of_activations and run.can_be_levelled
+        if cluster.groups and not levels:
+            return  # the same layers on each would wait for the slower nodes
         remedy = "--bpipe levels them" if levels else "even them out with --layout"
         apart = (most.total - least.total) / _GIB
         yield f"memory: stage {order[-1]} needs {apart:.1f} GiB more than stage {order[0]}: {remedy}"

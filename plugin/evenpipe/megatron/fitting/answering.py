@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
@@ -110,6 +111,10 @@ def fit(run: Any, *, cluster: str | None = None, memory_gib: float | None = None
     if isinstance(run, str):
         raise FitError("run: give a line as a list of words: shlex.split(line)")
     in_words = isinstance(run, Sequence)
+    if not (in_words or isinstance(run, Mapping) or hasattr(run, "__dict__")):
+        raise FitError(f"run: {run!r} is no run: give a line as a list of words, or settings, such as a mapping")
+    if memory_gib is not None and not 0 < memory_gib < math.inf:
+        raise FitError(f"memory_gib: {memory_gib!r} is no amount of memory: give a finite number of GiB above 0")
     source = (source_of_line if in_words else source_of_settings)(run, cluster, memory_gib)
     return answered(source, kept(keep)).fit
 

@@ -135,7 +135,8 @@ def _read(
     except EstimateError as error:
         raise FitError(in_megatron(in_flags(error))) from error
     except (DescriptionError, FlagError, RecipeError) as error:
-        raise FitError(in_megatron(str(error))) from error
+        wrong = in_megatron(str(error))
+        raise FitError(wrong if sections is None or name in wrong else f"{name}: {wrong}") from error
     said = {word.partition("=")[0] for word in line.flags}
     if vocabulary is None and not said & {"--vocab-size", "--padded-vocab-size"}:
         notes.append(f"no --vocab-size: taken for {_VOCABULARY:,} tokens")

@@ -86,11 +86,14 @@ def _of_equal_nodes(where: str, key: str, name: str, said: Mapping[str, Any]) ->
     named = said.get("device")
     if not isinstance(named, str):
         raise DescriptionError(f"{where}: {key}.device: is {named!r}: give a device's name")
-    of = device(named)
+    try:
+        of = device(named)
+    except DescriptionError as error:
+        raise DescriptionError(f"{where}: {key}.device: {error}") from None
     if "peer_gbps" not in said:
         sources = {"peer_gbps": f"its device's, {named}", **(said.get("sources") or {})}
         said = {**said, "peer_gbps": of.peer_gbps, "sources": sources}
-    return described(Cluster, name, {**said, "device": of}, where)
+    return described(Cluster, key, {**said, "device": of}, where).model_copy(update={"name": name})
 
 
 #: What a group of a cluster's nodes may say, and the cluster for all of them.
@@ -120,7 +123,8 @@ def _of_groups(where: str, key: str, name: str, said: Mapping[str, Any]) -> Clus
     roomy = max((group.device for group in groups), key=lambda device: device.memory_gib)
     words = {word: value for word, value in said.items() if word not in ("nodes", "device")}
     words |= {"nodes": sum(group.nodes for group in groups), "device": roomy, "groups": tuple(_numbered(groups))}
-    return described(Cluster, name, {"peer_gbps": roomy.peer_gbps, **words}, where)
+    found = described(Cluster, key, {"peer_gbps": roomy.peer_gbps, **words}, where)
+    return found.model_copy(update={"name": name})
 
 
 def _numbered(groups: Iterable[Cluster]) -> Iterator[Cluster]:
