@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state
 
     from evenpipe.megatron.cpu_mode import cpu_mode
-    from evenpipe.settings.config import DelayCorrection
+    from evenpipe.schedule import DelayCorrection
 
 CORRECTIONS: tuple[str, ...] = get_args(DelayCorrection)
 CASES = ("4x4",)

@@ -26,6 +26,7 @@ from evenpipe.planner.run import (
     Run,
     Sharding,
 )
+from evenpipe.schedule import DelayCorrection
 
 DENSE = Run(64, tensor=4, stages=4, data=4, chunks=5, gradients_in_fp32=False)
 EXPERTS = Run(256, data=16, expert=16, expert_tensor=1, gradients_in_fp32=False)
@@ -59,6 +60,7 @@ def experts(where: str = "2x8-h100", **changed: Any) -> Estimate:
             "lora_rank": st.sampled_from([8, 32]),
             "lora_modules": st.lists(st.sampled_from(get_args(Adapted)), unique=True, min_size=1).map(tuple),
             "moment_bytes": st.sampled_from([1, 1.5, 2, 2.5, 3, 4]),
+            "delay_correction": st.sampled_from(get_args(DelayCorrection)),
             "recomputed_modules": st.lists(st.sampled_from(get_args(Module)), unique=True, min_size=1).map(tuple),
         }
     )
@@ -68,7 +70,7 @@ def test_flags_say_what_they_are_made_of(features: dict[str, Any]) -> None:
     features["quantized_attention"] &= features["quantized"] not in (None, "nvfp4")  # else Megatron ignores it
     if features["optimizer_offload"]:
         features |= {"optimizer": "adam", "moment_bytes": 4}
-    words = [word for flag in flags_of(Run(1, recompute="selective", **features)) for word in flag]
+    words = [word for flag in flags_of(Run(1, recompute="selective", schedule="2bw", **features)) for word in flag]
     read, unknown = parse_flags(words)
     assert not unknown
     options = ArgumentParser()

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations_with_replacement
 from typing import Any, Final, get_args
 
-from evenpipe.planner.run import Adapted, Correction, Graph, Module, OffloadModule, Optimizer, Run, Sharding
+from evenpipe.planner.run import Adapted, Graph, Module, OffloadModule, Optimizer, Run, Sharding
+from evenpipe.schedule import DelayCorrection
 
 __all__ = ["add_features", "features_of", "flags_of", "of_megatron_s_schedules"]
 
@@ -32,7 +33,7 @@ _CHOICES: Final = {
     "exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
     "data-parallel-sharding-strategy": get_args(Sharding),
     "optimizer": ("adam", "sgd", "muon", "dist_muon"),
-    _CORRECTION: get_args(Correction),
+    _CORRECTION: get_args(DelayCorrection),
 }
 _LISTS: Final = {
     "recompute-modules": get_args(Module),

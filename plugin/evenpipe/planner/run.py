@@ -9,13 +9,12 @@ from typing import Any, Final, Literal, get_args
 
 from evenpipe.planner.descriptions import Cluster, Device, Framework, Model, Precision, Rate
 from evenpipe.planner.quantized import QUANTIZATIONS, Quantization, Quantized
-from evenpipe.schedule import Queues, ScheduleError, Spec, choose
+from evenpipe.schedule import DelayCorrection, Queues, ScheduleError, Spec, choose
 
 __all__ = [
     "ITERATIONS_WITH_LATE_GRADIENTS",
     "Adapted",
     "Attention",
-    "Correction",
     "Dispatcher",
     "EstimateError",
     "Graph",
@@ -48,8 +47,6 @@ OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "ml
 Adapted = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 #: What fully sharded replicas divide among themselves (``--data-parallel-sharding-strategy``): ZeRO-0, 1, 2 and 3.
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-#: What is done about late gradients.
-Correction = Literal["none", "error-feedback", "weight-prediction", "nesterov"]
 #: Schedules of Megatron's own, which alone run with these two.
 _MEGATRONS: Final = ("1f1b", "interleaved")
 #: Iterations of 2BW for the loss that one iteration with a flush reaches. PipeDream-2BW §5.1, GPT on Wikitext-103: test
@@ -140,7 +137,7 @@ class Run:
     offload_delta_bytes: int = 0
     lora_rank: int = 0
     lora_modules: tuple[Adapted, ...] = get_args(Adapted)
-    delay_correction: Correction = "none"
+    delay_correction: DelayCorrection = "none"
 
     def of(self, framework: Framework) -> Run:
         """Return the same with ``framework``'s defaults, where nothing is said."""

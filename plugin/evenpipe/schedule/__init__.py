@@ -55,7 +55,7 @@ from evenpipe.schedule.passes import (
     with_swaps,
 )
 from evenpipe.schedule.schedule import Schedule, format_grid, torch_csv
-from evenpipe.schedule.spec import Drawing, Need, Size, Spec
+from evenpipe.schedule.spec import DelayCorrection, Drawing, Need, Size, Spec
 from evenpipe.schedule.stream import Stream
 from evenpipe.schedule.table import Column, by_kind
 from evenpipe.schedule.topology import Gathering, Link, Message, Place, Places, links, loop, partner, vee
@@ -90,6 +90,7 @@ __all__ = [
     "Clock",
     "Column",
     "Cost",
+    "DelayCorrection",
     "Drawing",
     "Gathering",
     "Kind",

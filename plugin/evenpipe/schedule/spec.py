@@ -20,9 +20,11 @@ from evenpipe.schedule.actions import (
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import Places, loop
 
-__all__ = ["Drawing", "Need", "Size", "Spec", "alternate", "halved", "units"]
+__all__ = ["DelayCorrection", "Drawing", "Need", "Size", "Spec", "alternate", "halved", "units"]
 
 Need = Literal["chunks", "vee", "split", "groups", "stream", "swap", "recompute", "times"]
+#: What is done about gradients that are a batch late, under a schedule without flushes.
+DelayCorrection = Literal["none", "error-feedback", "weight-prediction", "nesterov"]
 
 
 #: Forwards of a program; a million takes minutes to verify, and about half a GiB.

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from evenpipe.schedule import ScheduleError, Spec, choose
+from evenpipe.schedule import DelayCorrection, ScheduleError, Spec, choose
 from evenpipe.wording.validation import plain_message
 
-__all__ = ["ConfigError", "DelayCorrection", "EvenPipeConfig", "first_problem"]
-
-
-DelayCorrection: TypeAlias = Literal["none", "error-feedback", "weight-prediction", "nesterov"]
+__all__ = ["ConfigError", "EvenPipeConfig", "first_problem"]
 
 
 class ConfigError(ValueError):

@@ -15,8 +15,18 @@ from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
-from evenpipe.schedule import GAINING, Need, Program, Spec, check_offers, find, needs_of, verify, with_swaps
-from evenpipe.settings.config import DelayCorrection
+from evenpipe.schedule import (
+    GAINING,
+    DelayCorrection,
+    Need,
+    Program,
+    Spec,
+    check_offers,
+    find,
+    needs_of,
+    verify,
+    with_swaps,
+)
 from evenpipe.torch.batches import check_gradients, evaluating, mean_loss
 from evenpipe.torch.ties import Ties
 from evenpipe.torch.two_bw import PlainGradients, TwoBWTraining, scaled_to

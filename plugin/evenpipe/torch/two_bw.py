@@ -16,8 +16,7 @@ from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.heartbeat import wait_for
 from evenpipe.runtime.stage import ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
-from evenpipe.schedule import Program, Stream, find, swapping
-from evenpipe.settings.config import DelayCorrection
+from evenpipe.schedule import DelayCorrection, Program, Stream, find, swapping
 from evenpipe.torch.batches import check_gradients, mean_loss
 from evenpipe.torch.ties import Ties
 from evenpipe.two_bw.gradients import Gradients, Outcome, ParameterGradients

@@ -11,8 +11,19 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from evenpipe.schedule import Program, Programs, Schedule, ScheduleError, Size, Stream, check_offers, choose, names
-from evenpipe.settings.config import DelayCorrection, EvenPipeConfig, first_problem
+from evenpipe.schedule import (
+    DelayCorrection,
+    Program,
+    Programs,
+    Schedule,
+    ScheduleError,
+    Size,
+    Stream,
+    check_offers,
+    choose,
+    names,
+)
+from evenpipe.settings.config import EvenPipeConfig, first_problem
 from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in, only_tuned
 from evenpipe.settings.spelling import COMMAND, command_flag, in_flags
 from evenpipe.train.engines import ENGINES

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import Stage
-from evenpipe.schedule import Spec, Step, Stream, Swaps, Unit, batch_of, required_version
-from evenpipe.settings.config import DelayCorrection
+from evenpipe.schedule import DelayCorrection, Spec, Step, Stream, Swaps, Unit, batch_of, required_version
 from evenpipe.two_bw.delay_correction import correction_of
 from evenpipe.two_bw.gradients import Gradients, Outcome
 from evenpipe.two_bw.inputs import ReadAhead

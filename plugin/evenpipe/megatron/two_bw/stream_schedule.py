@@ -16,8 +16,7 @@ from evenpipe.megatron.symbols import TWO_BW
 from evenpipe.megatron.two_bw.expert_losses import ExpertLosses
 from evenpipe.megatron.two_bw.optimizer import TwoBWOptimizer
 from evenpipe.runtime.executor import Observer
-from evenpipe.schedule import Spec, Stream, Unit, batch_of
-from evenpipe.settings.config import DelayCorrection
+from evenpipe.schedule import DelayCorrection, Spec, Stream, Unit, batch_of
 from evenpipe.two_bw.inputs import ReadAhead
 from evenpipe.two_bw.stream import BatchState, TwoBW
 from evenpipe.upstream import verify

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from evenpipe.megatron.two_bw import StreamSchedule
     from evenpipe.megatron.two_bw.expert_losses import ExpertLosses
     from evenpipe.runtime.exchange import Exchange
-    from evenpipe.settings.config import DelayCorrection
+    from evenpipe.schedule import DelayCorrection
     from evenpipe.two_bw.stream import TwoBW
 
 __all__ = ["CALLED", "ExitDecision", "TwoBWLoop", "two_bw_patches"]
