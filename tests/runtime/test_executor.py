@@ -118,6 +118,7 @@ MODELS = {
     **dict.fromkeys(ROUTED, "routed"),
 }
 
+IDLE = "1f1b p=2 swapping 50%"
 SWAPPED = {
     f"{name} swapping {share:.0%}{' bpipe' * bpipe}": (
         build_program(name, Size(4, 8, chunks, group_size), bpipe, swaps=GAINING).schedule,
@@ -162,7 +163,10 @@ def outcomes(tmp_path_factory):
             **settings,
         }
         for name, (schedule, settings) in (
-            {name: (schedule, {}) for name, schedule in CASES.items()} | WATCHED | SWAPPED
+            {name: (schedule, {}) for name, schedule in CASES.items()}
+            | WATCHED
+            | SWAPPED
+            | {IDLE: (build_program("1f1b", Size(2, 4)).schedule, {"swap": 0.5, "model": "dense"})}
         ).items()
     }
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -280,6 +284,12 @@ def test_what_goes_to_the_host_comes_back_as_it_was(name, outcomes):
             assert (batch["leftover"], batch["memory"]["own_bytes"], batch["memory"]["accepted_bytes"]) == ([], 0, 0)
             assert (batch["memory"]["swapped_bytes"] > 0) == swaps
             assert batch["memory"]["peak_units"] == schedule.peak_live[stage]
+
+
+def test_where_no_stage_would_swap_one_line_says_so(outcomes):
+    first, second = batches_of(outcomes, IDLE)
+    assert [len(batch["remarks"]) for batch in first + second] == [1] + [0] * (2 * len(first) - 1)
+    assert first[0]["remarks"][0].startswith("nothing is swapped to the host: under 1f1b, no micro-batch on 2 stages")
 
 
 def test_a_swapped_share_is_not_in_the_peak(outcomes):

@@ -49,6 +49,7 @@ class Executor(Resources):
 
     _aside_reported = False
     _host_reported = 0  # bytes
+    _no_swaps_reported = False
     _broken = False
     _stream: Flow | None = None
 
@@ -66,6 +67,7 @@ class Executor(Resources):
         """Give the function that carries out one step of this batch; the caller passes each of this stage's in turn."""
         with self._batch():
             flow = Flow(self, program, stage)
+            self._report_no_swaps(program)
             yield flow.take
             for message in program.drain[self.stage_index]:
                 flow.complete(message)
@@ -170,6 +172,17 @@ class Executor(Resources):
             self.observer.remark(
                 f"stage {self.stage_index} keeps what layers save on streams of their own, up to {aside:,} bytes of a "
                 "micro-batch, and evicts the rest"
+            )
+
+    def _report_no_swaps(self, program: Program) -> None:
+        """Report once, on the first stage, that a share may be swapped and no stage has the time for it."""
+        if self.swaps is None or self.stage_index or self._no_swaps_reported:
+            return
+        if all(action.kind != SWAP_OUT for row in program.schedule.actions for action in row):
+            self._no_swaps_reported = True
+            self.observer.remark(
+                f"nothing is swapped to the host: under {program.schedule.name}, no micro-batch on {len(program.steps)}"
+                " stages has the time to leave and to come back beside compute"
             )
 
     def _assert_no_guests(self) -> None:
