@@ -19,7 +19,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from evenpipe.runtime.executor import Executor, Flow
+from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.flow import Flow
 from evenpipe.runtime.host_memory import Block, HostLink, Passage
 from evenpipe.runtime.host_swaps import HostSwaps
 from evenpipe.runtime.recompute_swap import Keeper

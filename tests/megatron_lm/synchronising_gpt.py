@@ -20,7 +20,7 @@ import torch
 from evenpipe.runtime import connections
 from evenpipe.runtime.channel import Channel
 from evenpipe.runtime.exchange import Exchange
-from evenpipe.runtime.executor import Flow
+from evenpipe.runtime.flow import Flow
 from evenpipe.schedule import Step
 
 AHEAD = "POSTED_AHEAD" in os.environ

@@ -20,7 +20,8 @@ from evenpipe.runtime import streams
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import Connections, connect
 from evenpipe.runtime.exchange import gather
-from evenpipe.runtime.executor import Executor, Flow, Observer
+from evenpipe.runtime.executor import Executor, Observer
+from evenpipe.runtime.flow import Flow
 from evenpipe.runtime.host_swaps import HostSwaps
 from evenpipe.runtime.resources import StageFigures, per_stage
 from evenpipe.runtime.stage import Edges, ModuleStage

@@ -98,7 +98,7 @@ MUTANTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         return Transfer([through], tensors)""",
         ),
     },
-    ("wide", "executor"): {
+    ("wide", "flow"): {
         "`after` is dropped": (".receive(buffers, after)", ".receive(buffers)"),
         "a message is taken before it is through": ("transfer.wait()\n            return", "return"),
         "a load is unpacked before it is through": ("self.wait(transfer)\n        for", "for"),

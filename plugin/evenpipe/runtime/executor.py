@@ -1,47 +1,26 @@
-"""Carries out one stage's lowered program: compute, messages to neighbours, evictions to the partner and loads."""
+"""Carries out one stage's lowered program, batch after batch, or as a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Final, NamedTuple, cast
+from contextlib import contextmanager
+from typing import Final
 
-from torch import Tensor, UntypedStorage
-
-from evenpipe.runtime.channel import Transfer
+from evenpipe.runtime.flow import Flow
 from evenpipe.runtime.forward_only import forward_only
-from evenpipe.runtime.host_swaps import HostSwaps
-from evenpipe.runtime.memory import Slot, SlotPool, aligned_bytes
+from evenpipe.runtime.memory import SlotPool
 from evenpipe.runtime.resources import Observer, Resources
-from evenpipe.runtime.stage import FusingStage, SplitStage, Stage, Stepping, VaryingStage
-from evenpipe.runtime.timing import Stopwatch
+from evenpipe.runtime.stage import Stage, Stepping
 from evenpipe.schedule import (
-    ACCEPT,
-    BACKWARD,
-    EVICT,
-    FORWARD,
-    INPUT_GRADIENT,
-    LOAD,
-    RETURN,
-    SWAP_IN,
     SWAP_OUT,
-    WEIGHT_GRADIENT,
-    Action,
-    Beside,
-    Gathering,
-    Kind,
-    Message,
     Places,
     Program,
     Step,
-    Unit,
-    most_whole,
 )
 
-__all__ = ["Executor", "Flow", "Observer"]
+__all__ = ["Executor", "Observer"]
 
 _MIB: Final = 1 << 20
-_Forward = Callable[[Unit, list[Tensor] | None], list[Tensor]]
 
 
 class Executor(Resources):
@@ -108,25 +87,6 @@ class Executor(Resources):
         with self._whole():
             forward_only(self, places, micro_batches, stage)
 
-    def recording(self, program: Program) -> Callable[[Unit], AbstractContextManager[object]] | None:
-        """Return what this stage enters to save what the second half of a backward needs.
-
-        None where `program` has whole backwards; it counts nothing where forwards are not recorded.
-        """
-        if all(action.kind != WEIGHT_GRADIENT for action in program.schedule.actions[self.stage_index]):
-            return None
-        return self.store.recording if self.records(program) else lambda unit: nullcontext()
-
-    def records(self, program: Program) -> bool:
-        """Return whether forwards are recorded: what they save is evicted, measured, swapped or computed again."""
-        evicts = program.schedule.evictions[self.stage_index] > 0
-        return evicts or self.measure or self.keeper is not None or self.swaps_in(program) is not None
-
-    def swaps_in(self, program: Program) -> HostSwaps | None:
-        """Return what swaps a share of what this stage saves, if it swaps any micro-batch under `program`."""
-        swaps_any = any(action.kind == SWAP_OUT for action in program.schedule.actions[self.stage_index])
-        return self.swaps if swaps_any else None
-
     def forget_sizes(self) -> None:
         """Between batches, on all stages alike: the micro-batches that follow have other sizes than those so far."""
         self.pool = SlotPool(self.device, self.counter)
@@ -188,269 +148,3 @@ class Executor(Resources):
     def _assert_no_guests(self) -> None:
         if self.pool.in_use:
             raise RuntimeError(f"stage {self.stage_index} still holds {self.pool.in_use} accepted micro-batches")
-
-
-class _Guest(NamedTuple):
-    """An accepted micro-batch: its slot, and the message there."""
-
-    slot: Slot
-    tensors: list[Tensor]
-
-
-class _Departed(NamedTuple):
-    """A departure that another transfer follows: it is through when that starts, and has been let go of."""
-
-    transfer: Transfer
-    action: Action
-    vacated: list[UntypedStorage]
-
-
-class Flow:
-    """The transfers and results under way on one stage, in a batch, or in a stream whose weights `stepping` changes."""
-
-    def __init__(self, resources: Executor, program: Program, stage: Stage, stepping: Stepping | None = None) -> None:
-        self.resources = resources
-        self.stage = stage
-        self.stepping = stepping
-        self.channels = resources.connections.channels
-        self.layouts = resources.layouts
-        self.evicts = program.schedule.evictions[resources.stage_index] > 0
-        self.keeper, self.swaps = resources.keeper, resources.swaps_in(program)
-        if self.swaps is not None:
-            exposed = resources.exposed if resources.measure else None
-            self.swaps.begin(most_whole(program.schedule.actions[resources.stage_index]), exposed)
-        self.records = resources.records(program)
-        self.slots_needed = _most_accepted(program.steps[resources.stage_index])
-        self.under_way: dict[Message, Transfer] = {}
-        self.actions: dict[Message, Action] = {}
-        self.received: dict[Message, list[Tensor]] = {}
-        self.followed: dict[Message, list[_Departed]] = {}
-        self.guests: dict[Unit, _Guest] = {}
-        self.ahead: dict[Action, list[Tensor]] = {}  # what backwards gave that were computed with the forward before
-
-    def take(self, step: Step) -> None:
-        """Post receives, wait, compute or start a transfer, post what comes before the send, send."""
-        action = step.action
-        self.post(step.post)
-        for message in step.complete:
-            self.complete(message)
-        if step.transfer is not None:
-            self.start(step.transfer, step)
-            self.post(step.then_post)
-            return
-        inputs = None if step.takes is None else self.received.pop(step.takes)
-        self.resources.observer.started(action)
-        with self.resources.computed.running() if self.resources.measure else nullcontext():
-            results = self.compute(action, inputs) if step.beside is None else self.both(action, inputs, step.beside)
-        self.resources.observer.ended(action)
-        self.post(step.then_post)
-        if step.send is not None:
-            self.send_results(step.send, action.unit, results)
-
-    def post(self, items: Iterable[Message | Gathering]) -> None:
-        """Post the receives of what neighbours send; start what all stages exchange."""
-        for item in items:
-            if isinstance(item, Gathering):
-                self.stepping_for(item.batch).gather()
-                continue
-            unit = Unit(item.micro_batch, item.chunk)
-            if item.link in self.layouts:
-                description = self.layouts[item.link].receive()
-                self.received[item] = cast(VaryingStage, self.stage).buffers_like(unit, description)
-            else:
-                kind: Kind = FORWARD if item.link.kind == "forward" else BACKWARD
-                self.received[item] = self.stage.receive_buffers(kind, unit)
-            self.receive(item, self.received[item])
-
-    def compute(self, action: Action, inputs: list[Tensor] | None) -> list[Tensor]:
-        """Compute `action` from inputs or gradients; return its outputs or gradients, if it has any."""
-        if action in self.ahead:
-            return self.ahead.pop(action)
-        if self.stepping is not None and action.kind in (FORWARD, BACKWARD):
-            self.stepping.use(action.unit)
-        if action.kind == FORWARD:
-            return self.forward(action.unit, inputs)
-        if action.kind == BACKWARD:
-            return self.stage.backward(action.unit, inputs)
-        if action.kind == INPUT_GRADIENT:
-            return cast(SplitStage, self.stage).backward_input(action.unit, inputs)
-        if action.kind == WEIGHT_GRADIENT:
-            cast(SplitStage, self.stage).backward_weight(action.unit)
-        else:  # an update, whose number is its batch
-            self.stepping_for(action.micro_batch).update()
-        return []
-
-    def both(self, action: Action, inputs: list[Tensor] | None, beside: Beside) -> list[Tensor]:
-        """Compute a forward together with the backward `beside` it; return the forward's outputs."""
-        stage, backward = cast(FusingStage, self.stage), beside.action
-        gradients = None if beside.takes is None else self.received.pop(beside.takes)
-
-        def forward(unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
-            outputs, self.ahead[backward] = stage.forward_and_backward(unit, inputs, backward.unit, gradients)
-            return outputs
-
-        return self.forward(action.unit, inputs, forward)
-
-    def forward(self, unit: Unit, inputs: list[Tensor] | None, compute: _Forward | None = None) -> list[Tensor]:
-        """Forward `unit`, by the stage's own `forward` if not told; what it saves is recorded where that is of use."""
-        store, compute = self.resources.store, compute or self.stage.forward
-        if not self.records:
-            return compute(unit, inputs)
-        if self.swaps is not None:
-            self.swaps.make_room()
-        with store.recording(unit):
-            outputs = compute(unit, inputs)
-            for tensor in inputs or ():
-                store.attach(unit, tensor)
-        if self.resources.measure:
-            self.resources.counter.note_saved(store.nbytes(unit))
-        if self.evicts or self.swaps is not None:
-            store.seal(unit, like=unit.chunk, host_share=0.0 if self.swaps is None else self.swaps.share)
-        return outputs
-
-    def stepping_for(self, batch: int) -> Stepping:
-        """Return what steps the stream's optimizer. Raises RuntimeError in a batch on its own."""
-        if self.stepping is None:
-            raise RuntimeError(f"nobody steps batch {batch}: schedules with updates are carried out stretch by stretch")
-        return self.stepping
-
-    def send_results(self, message: Message, unit: Unit, results: list[Tensor]) -> None:
-        """Send the `results` of `unit`, or keep them for the next part of the model, where that is on this stage."""
-        if not message.is_local:
-            if self.resources.measure:
-                self.resources.counter.note_sent(sum(result.nbytes for result in results))
-            if message.link in self.layouts:
-                self.layouts[message.link].send(cast(VaryingStage, self.stage).description(unit, results))
-            self.send(message, results)
-        elif message.link.kind == "forward":  # leaves, like inputs that were received: the next part's graph begins
-            self.received[message] = [result.detach().requires_grad_(result.requires_grad) for result in results]
-        else:
-            self.received[message] = results
-
-    def start(self, message: Message, step: Step) -> None:
-        """Start what `step` moves to or from the partner, in the room of what it follows."""
-        action = step.action
-        self.followed[message] = [self.departed(follows) for follows in step.follows]
-        self.actions[message] = action
-        if action.kind == EVICT:
-            self.evict(message, action.unit)
-        elif action.kind == LOAD:
-            self.load(message, action.unit)
-        elif action.kind == ACCEPT:
-            self.accept(message, action.unit)
-        elif action.kind == RETURN:
-            self.send(message, self.guests[action.unit].tensors)
-        else:  # a swap goes beside compute, which waits for it where it needs it: no message is under way
-            self.under_way[message] = Transfer((), ())
-            for swaps in (self.keeper, self.swaps):
-                if swaps is not None:
-                    (swaps.swap_out if action.kind == SWAP_OUT else swaps.swap_in)(action.unit)
-        self.resources.observer.started(action)
-
-    def evict(self, message: Message, unit: Unit) -> None:
-        tensors = self.resources.store.ship(unit)
-        self.layouts[message.link].send([tensor.numel() for tensor in tensors])
-        self.send(message, tensors)
-
-    def load(self, message: Message, unit: Unit) -> None:
-        followed, store = self.followed[message], self.resources.store
-        vacated = [storage for one in followed for storage in one.vacated]
-        for one in followed:
-            one.vacated.clear()  # what the load leaves is free with the transfer
-        if not store.fits(unit, vacated):  # new memory beside what still leaves would be beyond the bound
-            vacated.clear()
-            for one in followed:
-                self.wait(one.transfer)
-        self.receive(message, store.refill(unit, vacated))
-        if self.swaps is not None:  # in the time that the load takes
-            self.swaps.swap_in(unit)
-
-    def accept(self, message: Message, unit: Unit) -> None:
-        sizes = self.layouts[message.link].receive()
-        self.resources.pool.reserve(self.slots_needed, aligned_bytes(sizes))
-        slot = self.resources.pool.acquire(aligned_bytes(sizes))
-        self.guests[unit] = _Guest(slot, slot.parts(sizes))
-        self.receive(message, self.guests[unit].tensors)
-
-    def receive(self, message: Message, buffers: list[Tensor]) -> None:
-        after = [one.transfer for one in self.followed.get(message, ())]
-        self.under_way[message] = self.channels[message.link].receive(buffers, after)
-
-    def send(self, message: Message, tensors: list[Tensor]) -> None:
-        self.under_way[message] = self.channels[message.link].send(tensors)
-
-    def departed(self, message: Message) -> _Departed:
-        """Let go of what leaves this stage with `message`, which may still be under way."""
-        action = self.actions.pop(message)
-        return _Departed(self.under_way.pop(message), action, self.let_go(action))
-
-    def let_go(self, action: Action) -> list[UntypedStorage]:
-        """Give up what a transfer has moved from this stage; the memory, where that was the micro-batch's own."""
-        if action.kind == EVICT:
-            return self.resources.store.release(action.unit)
-        if action.kind == RETURN:
-            self.resources.pool.release(self.guests.pop(action.unit).slot)
-        return []
-
-    def complete(self, message: Message) -> None:
-        """Wait for `message`; put what it brought where it belongs, and let go of what has left this stage with it."""
-        transfer = self.under_way.pop(message)
-        action = self.actions.pop(message, None)
-        if action is None:
-            self.wait_for_neighbour(message, transfer)
-            return
-        self.wait(transfer)
-        for one in self.followed.pop(message, ()):
-            one.transfer.wait()
-            self.resources.observer.ended(one.action)
-        if action.kind == LOAD:
-            self.resources.store.unpack(action.unit)
-            if self.keeper is not None:
-                self.keeper.swap_in(action.unit)
-        if self.swaps is not None and action.kind in (LOAD, SWAP_IN):
-            self.swaps.ready(action.unit)
-        self.let_go(action)
-        self.resources.observer.ended(action)
-
-    def wait_for_neighbour(self, message: Message, transfer: Transfer) -> None:
-        """Wait for what a neighbour sends or takes; report how long to whoever asked for it."""
-        waited = self.resources.waited
-        if waited is None:
-            transfer.wait()
-            return
-        watch = Stopwatch(self.resources.clock)
-        watch.wait(transfer)
-        waited(message, message in self.received, watch.total_ms())
-
-    def wait(self, transfer: Transfer) -> None:
-        """Wait for what is moved between partners; the time counts where it is measured."""
-        if self.resources.measure:
-            self.resources.exposed.wait(transfer)
-        else:
-            transfer.wait()
-
-    def break_off(self, owed: Iterable[Step]) -> None:
-        """Take part in what partners have started, see everything through, and let go of it."""
-        for step in owed:
-            self.post(step.post)
-            if step.transfer is None:
-                continue
-            for message in step.complete:
-                if message in self.under_way:
-                    self.complete(message)
-            started = tuple(message for message in step.follows if message in self.under_way)
-            self.start(step.transfer, step._replace(follows=started))
-        for message in list(self.under_way):
-            self.complete(message)
-        for guest in self.guests.values():
-            self.resources.pool.release(guest.slot)
-
-
-def _most_accepted(steps: Iterable[Step]) -> int:
-    """Return how many slots an acceptor's pool needs: a slot is held until its return is known to be complete."""
-    held = most = 0
-    for step in steps:
-        held -= sum(message.link.kind == "load" for message in (*step.complete, *step.follows))
-        held += step.action.kind == ACCEPT
-        most = max(most, held)
-    return most

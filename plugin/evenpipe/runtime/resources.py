@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from evenpipe.runtime.channel import Layouts
 from evenpipe.runtime.connections import Connections
-from evenpipe.runtime.host_swaps import HostSwaps
 from evenpipe.runtime.memory import MemoryCounter, SlotPool
 from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.runtime.timing import Clock, Stopwatch, clock_for
-from evenpipe.schedule import Action, Message
+from evenpipe.schedule import SWAP_OUT, WEIGHT_GRADIENT, Action, Message, Program, Unit
+
+if TYPE_CHECKING:
+    from evenpipe.runtime.host_swaps import HostSwaps
 
 __all__ = ["Observer", "Resources", "StageFigures", "Waited", "highest_of_all", "per_stage"]
 
@@ -85,8 +88,29 @@ class Resources:
     def swap(self, share: float | None) -> None:
         """Have this stage swap at most a `share` of what each micro-batch saves; None: nothing. All stages call it."""
         if share is not None:
+            from evenpipe.runtime.host_swaps import HostSwaps  # which nothing else in a script's run needs
+
             self.swaps = HostSwaps(self.store, self.device, share)
             self.connections.compare(self.swaps.link.named)
+
+    def recording(self, program: Program) -> Callable[[Unit], AbstractContextManager[object]] | None:
+        """Return what this stage enters to save what the second half of a backward needs.
+
+        None where `program` has whole backwards; it counts nothing where forwards are not recorded.
+        """
+        if all(action.kind != WEIGHT_GRADIENT for action in program.schedule.actions[self.stage_index]):
+            return None
+        return self.store.recording if self.records(program) else lambda unit: nullcontext()
+
+    def records(self, program: Program) -> bool:
+        """Return whether forwards are recorded: what they save is evicted, measured, swapped or computed again."""
+        evicts = program.schedule.evictions[self.stage_index] > 0
+        return evicts or self.measure or self.keeper is not None or self.swaps_in(program) is not None
+
+    def swaps_in(self, program: Program) -> HostSwaps | None:
+        """Return what swaps a share of what this stage saves, if it swaps any micro-batch under `program`."""
+        swaps_any = any(action.kind == SWAP_OUT for action in program.schedule.actions[self.stage_index])
+        return self.swaps if swaps_any else None
 
 
 class StageFigures(NamedTuple):
