@@ -44,6 +44,7 @@ OURS: Final = {
     "deepspeed/two_bw/drain_at_end.py": ("destroy_process_group",),
     "megatron/adaptive/schedule.py": ("executor",),
     "megatron/bridge.py": ("schedule",),
+    "megatron/fitting/source.py": ("given",),
     "megatron/cpu_mode/core.py": ("logger",),
     "megatron/layout_model.py": ("sys",),
     "megatron/schedule.py": ("executor",),
@@ -58,6 +59,7 @@ OURS: Final = {
     "runtime/store.py": ("coming", "counter", "leaving", "saved"),
     "torch/two_bw.py": ("pipeline",),
     "train/muon.py": ("optimizer",),
+    "torch/hf/flow.py": ("control", "state"),  # made there, for callbacks
     "torch/hf/plans.py": ("config",),
     "torch/hf/trainer.py": ("pipeline",),
     "train/plain.py": ("pipeline",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -16,7 +16,7 @@ __all__ = [
     "Pipelined",
     "Values",
     "expert_layers",
-    "flag_parser",
+    "known_flags",
     "model_of",
     "padded_vocabulary",
     "parse_flags",
@@ -176,14 +176,19 @@ def parse_flags(flags: Sequence[str]) -> tuple[Namespace, list[str]]:
 
     Raises FlagError for a value that is none.
     """
-    parser = flag_parser()
+    parser = _flag_parser()
     found, unknown = parser.parse_known_args(flags)
     if (frequency := getattr(found, "moe_layer_freq", "")).isdigit():
         found.moe_layer_freq = int(frequency)
     return found, unknown
 
 
-def flag_parser() -> ArgumentParser:
+def known_flags() -> dict[str, Action]:
+    """Return the flags that are read without Megatron's own parser, each with what argparse does for it."""
+    return {option: action for action in _flag_parser()._actions for option in action.option_strings}
+
+
+def _flag_parser() -> ArgumentParser:
     """Return the parser of the flags of Megatron-LM that are read without Megatron's own."""
     parser = _Parser(allow_abbrev=False, argument_default=SUPPRESS, add_help=False)
     for names, kind in ((_WHOLE, int), (_WORDS, str), (_NUMBERS, float)):

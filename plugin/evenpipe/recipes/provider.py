@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from evenpipe.planner.arguments import FlagError, flag_parser
+from evenpipe.planner.arguments import FlagError, known_flags
 
 __all__ = ["Settings", "field_of", "flags_of", "settings_of"]
 
@@ -123,7 +123,7 @@ def flags_of(settings: Settings) -> list[str]:
 
 
 def _flags(values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    kinds = {option[2:]: action for action in flag_parser()._actions for option in action.option_strings}
+    kinds = {option[2:]: action for option, action in known_flags().items()}
     groups = values.get("num_query_groups")
     if groups is not None and groups != values.get("num_attention_heads"):
         yield ("group-query-attention",)

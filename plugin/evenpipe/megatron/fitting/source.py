@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any, Final
 
-from evenpipe.planner.arguments import FlagError, flag_parser
+from evenpipe.planner.arguments import FlagError, known_flags
 from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster
 from evenpipe.planner.fit.moves import SHORT, Aspect
 from evenpipe.planner.run import EstimateError, Run
@@ -150,8 +150,7 @@ def _read(
 
 def _unread(flag: str) -> str:
     """Return the flag, with a known one that differs by a slip only."""
-    known = [option for action in flag_parser()._actions for option in action.option_strings]
-    close = get_close_matches(flag, known, n=1, cutoff=_SLIP)
+    close = get_close_matches(flag, known_flags(), n=1, cutoff=_SLIP)
     return f"{flag} (did you mean {close[0]}?)" if close else flag
 
 
