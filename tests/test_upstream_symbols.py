@@ -59,9 +59,12 @@ OURS: Final = {
     "runtime/store.py": ("coming", "counter", "leaving", "saved"),
     "torch/two_bw.py": ("pipeline",),
     "train/muon.py": ("optimizer",),
-    "torch/hf/flow.py": ("control", "state"),  # made there, for callbacks
+    "torch/hf/flow.py": ("control", "handler", "state"),  # transformers' own for callbacks, made there
     "torch/hf/plans.py": ("config",),
-    "torch/hf/trainer.py": ("pipeline",),
+    "torch/hf/trainer.py": ("pipeline", "state"),
+    "torch/pipeline.py": ("_keywords",),
+    "torch/scaling.py": ("pipeline",),
+    "torch/tuned.py": ("_watch", "executor", "pipeline"),
     "train/plain.py": ("pipeline",),
     "torch/planned.py": ("executor",),
     "train/saver.py": ("draft",),

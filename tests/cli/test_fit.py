@@ -168,7 +168,8 @@ def test_bad_input_is_one_line(words: str, said: str, capsys: pytest.CaptureFixt
 def test_the_page_s_example_is_what_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
     main(
         [
             "fit",
