@@ -59,7 +59,7 @@ OURS: Final = {
     "runtime/store.py": ("coming", "counter", "leaving", "saved"),
     "torch/two_bw.py": ("pipeline",),
     "train/muon.py": ("optimizer",),
-    "torch/hf/flow.py": ("control", "handler", "state"),  # transformers' own for callbacks, made there
+    "torch/hf/callbacks.py": ("control", "handler", "state"),  # transformers' own for callbacks, made there
     "torch/hf/plans.py": ("config",),
     "torch/hf/trainer.py": ("pipeline", "state"),
     "torch/pipeline.py": ("_keywords",),

@@ -27,9 +27,9 @@ from evenpipe.torch.hf.batches import (
     samples_of,
     split_constants,
 )
+from evenpipe.torch.hf.callbacks import Callbacks
 from evenpipe.torch.hf.checkpoints import load_stage, resumed_from, save_checkpoint
 from evenpipe.torch.hf.counting import may_count, shifts_labels
-from evenpipe.torch.hf.flow import Flow
 from evenpipe.torch.hf.loading import Checkpoint, Pretrained, transformers, weightless_model
 from evenpipe.torch.hf.plans import COUNT, Cutting, Plans, adopt
 from evenpipe.torch.hf.saving import save_pretrained
@@ -144,12 +144,12 @@ class PipelineTrainer:
         self._plans = Plans(self.model, cutting, self._device, Path(self._folder.name), self._ranks.pipeline.size())
         self._pipelines: dict[Any, tuple[PlannedPipeline, bool]] = {}
         self._make_optimizer = optimizer or self._adamw
-        self._flow = Flow(args, callbacks, self.model, processing_class, self._device)
+        self._callbacks = Callbacks(args, callbacks, self.model, processing_class, self._device)
 
     @property
     def log_history(self) -> list[dict[str, float]]:
         """What was logged so far, as `Trainer.state.log_history` has it."""
-        history: list[dict[str, float]] = self._flow.state.log_history
+        history: list[dict[str, float]] = self._callbacks.state.log_history
         return history
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> Trained:
@@ -157,7 +157,7 @@ class PipelineTrainer:
 
         All ranks call it. Raises ModelError.
         """
-        args, flow = self.args, self._flow
+        args, callbacks = self.args, self._callbacks
         per_epoch = len(self.train_dataset) // self._batch_samples
         if not per_epoch:
             raise ModelError(
@@ -179,40 +179,40 @@ class PipelineTrainer:
         done = 0
         if folder is not None:
             state = load_stage(folder, pipeline, self.model, optimizer, scheduler)
-            flow.resume(state)
+            callbacks.resume(state)
             done = state.global_step
-        flow.begin(steps, per_epoch, optimizer, scheduler)
+        callbacks.begin(steps, per_epoch, optimizer, scheduler)
         unlogged: list[Tensor] = []
         total = 0.0
         for step, batch in enumerate(islice(self._training_batches(per_epoch, done), max(0, steps - done)), done):
             if step % per_epoch == 0 or step == done:
-                flow.tell("on_epoch_begin")
-            flow.tell("on_step_begin")
+                callbacks.call("on_epoch_begin")
+            callbacks.call("on_step_begin")
             loss, norm = self._gradients(batch, optimizer, step)
             rate = optimizer.param_groups[0]["lr"]
-            flow.tell("on_pre_optimizer_step")
+            callbacks.call("on_pre_optimizer_step")
             optimizer.step()
-            flow.tell("on_optimizer_step")
+            callbacks.call("on_optimizer_step")
             scheduler.step()
             unlogged.append(loss)
-            flow.state.global_step, flow.state.epoch = step + 1, (step + 1) / per_epoch
+            callbacks.state.global_step, callbacks.state.epoch = step + 1, (step + 1) / per_epoch
             ended = ["on_step_end", *(["on_epoch_end"] if (step + 1) % per_epoch == 0 else [])]
             for event in ended:
-                flow.tell_and_agree(event)
-                if flow.control.should_log and unlogged:
+                callbacks.call_and_agree(event)
+                if callbacks.control.should_log and unlogged:
                     total += (value := self._sum(unlogged))
                     self._log({"loss": value / len(unlogged), "grad_norm": norm, "learning_rate": rate})
                     unlogged.clear()
-                if flow.control.should_evaluate:
+                if callbacks.control.should_evaluate:
                     self.evaluate()
-                if flow.control.should_save:
+                if callbacks.control.should_save:
                     self._save_checkpoint(optimizer, scheduler)
-            if flow.control.should_training_stop:
+            if callbacks.control.should_training_stop:
                 break
         total += self._sum(unlogged)
-        flow.tell("on_train_end")
-        made = flow.state.global_step - done
-        return Trained(flow.state.global_step, total / max(1, made))
+        callbacks.call("on_train_end")
+        made = callbacks.state.global_step - done
+        return Trained(callbacks.state.global_step, total / max(1, made))
 
     def _gradients(self, batch: Batch, optimizer: torch.optim.Optimizer, step: int) -> tuple[Tensor, float]:
         """Compute a batch's gradients; return this rank's part of the loss, and the gradients' norm before clipping."""
@@ -227,13 +227,13 @@ class PipelineTrainer:
         return part / (1 if counts else self._replicas), norm
 
     def _save_checkpoint(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-        args, flow = self.args, self._flow
-        folder = Path(args.output_dir) / f"checkpoint-{flow.state.global_step}"
+        args, callbacks = self.args, self._callbacks
+        folder = Path(args.output_dir) / f"checkpoint-{callbacks.state.global_step}"
         writes = self._ranks.replica == 0
-        save_checkpoint(folder, self._any_pipeline, self.model, optimizer, scheduler, flow.state, writes)
+        save_checkpoint(folder, self._any_pipeline, self.model, optimizer, scheduler, callbacks.state, writes)
         if dist.get_rank() == 0:
             transformers().trainer_utils.rotate_checkpoints(args.output_dir, args.save_total_limit)
-        flow.tell("on_save")
+        callbacks.call("on_save")
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """Return `eval_loss`, the mean over all labels that count, without dropout. All ranks call it."""
@@ -253,7 +253,7 @@ class PipelineTrainer:
             weight += sum(self._counted(batch))
         metrics = {"eval_loss": self._sum([torch.tensor(total)]) / weight}
         self._log(metrics)
-        self._flow.tell("on_evaluate", metrics=metrics)
+        self._callbacks.call("on_evaluate", metrics=metrics)
         return metrics
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
@@ -380,9 +380,9 @@ class PipelineTrainer:
         return float(total)
 
     def _log(self, row: dict[str, float]) -> None:
-        state = self._flow.state
+        state = self._callbacks.state
         state.log_history.append({**row, "epoch": state.epoch, "step": state.global_step})
-        self._flow.tell("on_log", logs=row)
+        self._callbacks.call("on_log", logs=row)
         _say(str({name: f"{value:.4g}" for name, value in row.items()} | {"step": state.global_step}))
 
 

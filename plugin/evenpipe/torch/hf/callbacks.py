@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from evenpipe.torch.hf.loading import transformers
 
-__all__ = ["Flow"]
+__all__ = ["Callbacks"]
 
 #: What callbacks can ask for, as `TrainerControl` names it.
 _ASKED: Final = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
-class Flow:
+class Callbacks:
     """The callbacks of one training, and the `state` and `control` that they see.
 
-    Those of the arguments' `report_to` and transformers' own, which asks for logs, evaluations and checkpoints as the
-    arguments say, come before the user's.
+    transformers' own comes first: it asks for logs, evaluations and checkpoints as the arguments say. Those of the
+    arguments' `report_to` follow, and then the user's.
     """
 
     def __init__(self, args: Any, callbacks: Sequence[Any], model: Any, processing_class: Any, device: torch.device):
@@ -36,28 +36,28 @@ class Flow:
         self.state.is_local_process_zero = args.local_process_index == 0
         self.control: Any = library.TrainerControl()
         self._args, self._device = args, device
-        self.tell("on_init_end")
+        self.call("on_init_end")
 
     def begin(self, steps: int, per_epoch: int, optimizer: Any, scheduler: Any) -> None:
-        """Start, or go on, with so many steps in all."""
+        """Start, or go on, with a total of `steps` optimizer steps, `per_epoch` of them an epoch."""
         self.handler.optimizer, self.handler.lr_scheduler = optimizer, scheduler
         self.state.max_steps, self.state.num_train_epochs = steps, -(-steps // per_epoch)
         self.state.train_batch_size = self._args.per_device_train_batch_size
         self.state.compute_steps(self._args, steps)
-        self.tell("on_train_begin")
+        self.call("on_train_begin")
 
     def resume(self, saved: Any) -> None:
         """Go on from a checkpoint's state."""
         for name in ("global_step", "epoch", "log_history", "best_metric", "best_global_step"):
             setattr(self.state, name, getattr(saved, name))
 
-    def tell(self, event: str, **more: Any) -> None:
+    def call(self, event: str, **more: Any) -> None:
         """Call `event` of each callback."""
         self.control = getattr(self.handler, event)(self._args, self.state, self.control, **more)
 
-    def tell_and_agree(self, event: str) -> None:
-        """Call it; what a callback asks for on one rank is then asked for on all, which call this alike."""
-        self.tell(event)
+    def call_and_agree(self, event: str) -> None:
+        """Call `event`; what a callback then asks for on any rank is asked for on all. All ranks call this alike."""
+        self.call(event)
         asked = torch.tensor([float(getattr(self.control, name)) for name in _ASKED], device=self._device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)
         for name, value in zip(_ASKED, asked.tolist(), strict=True):
