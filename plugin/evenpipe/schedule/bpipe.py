@@ -55,7 +55,7 @@ def balance(schedule: Schedule, bound: int | Sequence[int], queues: Queues = "ma
             continue
         acceptor, row, ended = partner(evictor, stages), rows[evictor], ends[evictor].tolist()
         trades = [
-            (slot, kind, row[used][1:3], ended[slot - 1] if slot else 0)
+            (slot, kind, row[used][1:3], _boundary(slot, ended))
             for slot, kind, used in _plan(row, ended, bounds[evictor], evictor, early=queues != "one")
         ]
         rows[evictor] = _insert(row, [(slot, action_of(kind, *unit)) for slot, kind, unit, _ in trades])
@@ -69,7 +69,7 @@ def balance(schedule: Schedule, bound: int | Sequence[int], queues: Queues = "ma
 
 
 def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int, early: bool) -> list[_Transfer]:
-    """Algorithm 1, generalised from 1F1B to any compute order; ``ends`` are the logical times at which actions end.
+    """Return the transfers of Algorithm 1, generalised from 1F1B to any compute order; ``ends``: logical times of ends.
 
     A cache of ``bound`` units (§3.4): in every slot, that is beside every compute action, evict what is needed
     furthest in the future (Belady) if the next slot would not fit otherwise; load one decision before the backward
@@ -131,7 +131,7 @@ def _bubble_before(slot: int, row: Sequence[Action], ends: Sequence[int]) -> boo
 
 
 def _insert(row: Sequence[Action], inserts: Sequence[tuple[int, Action]]) -> tuple[Action, ...]:
-    """``row`` with each action put before the compute action of its slot, in the given order."""
+    """Return ``row`` with each action put before the compute action of its slot, in the given order."""
     merged: list[Action] = []
     done = 0
     for slot, action in inserts:

@@ -62,7 +62,7 @@ def required_version(batch: int) -> int:
 
 
 def with_updates(schedule: Schedule, update_follows: Callable[[int], int]) -> Schedule:
-    """``schedule`` with each batch's update in its place; those of the last batch come when all is done.
+    """Return ``schedule`` with each batch's update in its place; those of the last batch come when all is done.
 
     ``update_follows(batch)`` is the micro-batch after whose forward, on every stage, the update of ``batch`` is
     finished.
@@ -130,9 +130,10 @@ def most_whole(row: Sequence[Action]) -> int:
 
 
 def awaited_swaps(row: Sequence[Action]) -> dict[int, list[int]]:
-    """By an action's place in ``row``, the places of the swaps out that have to be complete before it.
+    """Return, by an action's place in ``row``, the places of the swaps out that have to be complete before it.
 
-    Before a unit is forwarded or comes back, as many of the oldest as :func:`most_whole` needs; and a unit's own.
+    They are a unit's own, and as many of the oldest as keep to :func:`most_whole` when a unit is forwarded or comes
+    back.
     """
     most, awaited = most_whole(row), dict[int, list[int]]()
     whole, leaving = set[Unit](), dict[Unit, int]()
@@ -152,7 +153,7 @@ def awaited_swaps(row: Sequence[Action]) -> dict[int, list[int]]:
 
 
 def swapping(schedule: Schedule) -> tuple[int, ...]:
-    """Return the positions of the model's parts that do so in ``schedule``."""
+    """Return the positions of the model's parts that swap in ``schedule``."""
     rows = enumerate(schedule.actions)
     swapped = {(stage, action.chunk) for stage, row in rows for action in row if action.kind == SWAP_OUT}
     parts = enumerate(schedule.places.order)
@@ -160,7 +161,7 @@ def swapping(schedule: Schedule) -> tuple[int, ...]:
 
 
 def swapped_at_once(row: Sequence[Action]) -> dict[int, int]:
-    """By chunk of a stage with these actions, the most units that are between their forward and their last backward.
+    """Return, by chunk of a stage with these actions, the most units between their forward and their last backward.
 
     So many may be on the host at once, evicted ones among them, for each leaves some tensors there.
     """
@@ -175,10 +176,7 @@ def swapped_at_once(row: Sequence[Action]) -> dict[int, int]:
 
 
 def returns_beside(last: Action | None, action: Action) -> bool:
-    """Return whether what a backward's unit swapped comes back beside the compute action before it.
-
-    It does beside another unit's forward.
-    """
+    """Return whether a backward's unit comes back beside the compute action before it: another unit's forward."""
     return last is not None and last.kind == FORWARD and last.unit != action.unit
 
 

@@ -23,7 +23,7 @@ __all__ = ["sharing", "with_evictions"]
 
 #: What acceptors keep for themselves: of what their place in 1F1B holds, in steps of a quarter.
 _SHARES: Final = tuple(quarter / 4 for quarter in range(1, 13))
-#: Problems that are searched, and those for which it is chosen which parts are computed again.
+#: The most problems that are returned, and the most for which choices of recomputed parts are tried.
 _SEARCHED: Final = 2
 _CHOSEN: Final = 2
 
@@ -31,7 +31,8 @@ _CHOSEN: Final = 2
 def sharing(problem: Problem) -> list[Problem]:
     """Return a few problems in which evictors have the room that their acceptors leave, the most promising first.
 
-    Of a straight placement whose caps bind. One unit a pair is for what is under way, which counts on both stages.
+    There are none unless the placement is straight and all caps are finite. One unit a pair stays free: a unit under
+    way counts on both stages.
     """
     if problem.places.chunks > 1 or not all(map(math.isfinite, problem.cap)):
         return []
@@ -62,8 +63,8 @@ def _shared(problem: Problem) -> Iterator[Problem]:
 def with_evictions(schedule: Schedule, problem: Problem, queues: Queues = "many") -> Schedule:
     """Return an order for shared caps with evictions, by which stages keep to their own caps, those of ``problem``.
 
-    As it is, where it already keeps to them. Raises :class:`ScheduleError` where an evictor cannot; for the rest, the
-    schedule is still to be verified.
+    An order that already keeps to them is returned as it is. Raises :class:`ScheduleError` where an evictor cannot
+    keep to its cap; other stages are not checked, so verify the schedule.
     """
     table, stages = schedule.table, schedule.stages
     problem = replace(problem, recomputed=schedule.recomputed)
