@@ -42,7 +42,7 @@ _INVERTED: Final[Mapping[str, str]] = MappingProxyType(
         "grad_reduce_in_fp32": "grad-reduce-in-bf16",
     }
 )
-#: The fields of this section only are read; the others have the same names for something else.
+#: Of these sections, only these fields are read: others have the same names for something else.
 _OF_SECTION: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "tokenizer": frozenset(["vocab_size"]),
@@ -118,7 +118,7 @@ def _precision(name: str) -> dict[str, Any]:
 
 
 def flags_of(settings: Settings) -> list[str]:
-    """Return the flags of Megatron-LM that say the same. Raises FlagError for a value that is none."""
+    """Return the flags of Megatron-LM that say the same. Raises FlagError for a layout that no flag can say."""
     return [word for flag, *values in _flags(settings.values) for word in (f"--{flag}", *values)]
 
 
@@ -146,7 +146,7 @@ def _flags(values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _without_effect(values: Mapping[str, Any]) -> set[str]:
-    """Return fields that have a value where Megatron-LM would not be given the flag."""
+    """Return the fields whose values have no effect under the other settings, so that no flag is given for them."""
     found = {"group_query_attention"}
     if values.get("pipeline_model_parallel_layout"):
         found.add("virtual_pipeline_model_parallel_size")
@@ -166,7 +166,7 @@ def _without_effect(values: Mapping[str, Any]) -> set[str]:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """Return a value as a command line has it."""
+    """Return the words of a value on a command line; none for an object without one."""
     if name == "pipeline_model_parallel_layout":
         return [_layout(value)]
     if name == "attention_backend":

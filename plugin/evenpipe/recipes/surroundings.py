@@ -29,14 +29,14 @@ _FLAG: Final = re.compile("|".join(rf"{re.escape(ours)}(?![\w-])" for ours in _M
 _SIZES: Final = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
 
 
-def expandable() -> bool:
-    """Return whether the allocator that the script would have gives back what fragments take."""
-    said = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    return "expandable_segments:true" in said.lower()
+def expandable(setting: str = "") -> bool:
+    """Return whether this shell's variables, or a line's own `setting`, turn the allocator's expandable segments on."""
+    said = (setting, *(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")))
+    return any("expandable_segments:true" in one.lower() for one in said)
 
 
 def in_megatron(line: str) -> str:
-    """With flags of `evenpipe estimate` as Megatron spells them."""
+    """Return `line` with flags of `evenpipe estimate` as Megatron spells them."""
     return _FLAG.sub(lambda match: _MEGATRON[match[0]], line)
 
 
@@ -49,7 +49,7 @@ def smallest_cluster(name: str, gpus_per_node: int, flags: Sequence[str]) -> str
 
 
 def _least_gpus(flags: Sequence[str]) -> int:
-    """GPUs of one replica."""
+    """Return the GPUs of one replica."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=SUPPRESS)
     for size in _SIZES:
         parser.add_argument(f"--{size}")

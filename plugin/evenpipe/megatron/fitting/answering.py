@@ -146,9 +146,9 @@ def _asked(source: Source, keep: frozenset[Aspect]) -> tuple[Asked, list[str]]:
     local = option(line.flags, "--transformer-impl") == "local"
     modules: tuple[Module, ...] = ("core_attn",) if local else modules_of(model, run, grouped)
     engine = Engine("Megatron", ENGINES["evenpipe"].offers)
-    # Nor does it take inputs to the host (`TransformerConfig`), or beside these.
-    beside = any(getattr(source.given, name, None) for name in ("cpu_offloading", "moe_paged_stash"))
-    offloaded = () if local or beside or run.sharding or run.graphs else offloadable(model, run)
+    # Nor does it offload inputs of modules then (`TransformerConfig`), nor beside these settings.
+    moved_already = any(getattr(source.given, name, None) for name in ("cpu_offloading", "moe_paged_stash"))
+    offloaded = () if local or moved_already or run.sharding or run.graphs else offloadable(model, run)
     return Asked(weighing, run, engine, keep, flags, modules, schedules, bpipe, offloaded), notes
 
 
@@ -224,7 +224,7 @@ def _loss(source: Source, old: Run, new: Run) -> str:
 
 
 def _of_gain(found: Answers, shown: Sequence[Answer]) -> list[str]:
-    """Return what is left to say where an answer is not there."""
+    """Return notes on answers that are missing: nothing is faster, or EvenPipe's schedules are not."""
     if not shown:
         return ["nothing to gain: no other run that fits is faster by more than 2 %"]
     if found.stock is not None and found.evenpipe is None and not by_evenpipe(found.now.run):

@@ -18,7 +18,7 @@ _SAVED: Final = "run_config.yaml"
 _ENDS: Final = (".yaml", ".yml", ".json")
 #: Variables that an answer may change, and that a recipe's script exports.
 _VARIABLES: Final = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF")
-#: Keys of which each configuration of DeepSpeed's has one.
+#: Each configuration of DeepSpeed's has one of these keys.
 _OF_DEEPSPEED: Final = frozenset(
     ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization")
 )
@@ -61,7 +61,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _source_of_recipe(folder: Path, on: str | None, memory_gib: float | None) -> Source:
-    """The recipe's own cluster is taken, unless another is named."""
+    """Read a recipe's folder, for the recipe's own cluster unless another is named."""
     try:
         written = read_folder(folder)
         about = written.about

@@ -16,7 +16,7 @@ from evenpipe.settings.spelling import in_flags
 
 __all__ = ["layout_for"]
 
-#: Settings that say how layers are divided, in place of which a layout is made.
+#: Settings that say how layers are divided; the layout replaces them.
 _DIVIDING = (
     *("pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
@@ -28,8 +28,8 @@ def layout_for(
 ) -> list[list[str]]:
     """Return the kinds of layers of each part: the faster of even parts and of parts that make stages equally fast.
 
-    Of those that fit the memory, or the one that needs least if neither does. Raises FitError where no layout has a
-    layer for each part.
+    If only one of them fits the memory, that one; if neither does, the one that needs less. Raises FitError where no
+    layout has a layer for each part.
     """
     given = settings_of(settings)
     sizes = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": chunks or 1}

@@ -25,14 +25,14 @@ from evenpipe.wording.nearest import nearest
 __all__ = ["FitError", "Source", "kept", "option", "source_of_line", "source_of_settings"]
 
 _CLUSTER: Final = "a100-80gb"
-#: Tokens of a vocabulary of which no flag says the size: Llama 3's.
+#: Tokens of a vocabulary whose size no flag gives: Llama 3's.
 _VOCABULARY: Final = 128_256
-#: Similarity of a flag and what it is a slip of: a letter or two differ.
+#: The least similarity of a misspelt flag to the flag that was meant: a letter or two differ.
 _SLIP: Final = 0.94
 
 
 class FitError(ValueError):
-    """A run from which no answer can be told; the message is one line: what was wrong, and the remedy."""
+    """A run that cannot be read or answered; the message is one line: what was wrong, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Source:
     """A run that was read, where it runs, and notes of what was assumed.
 
     line: for settings, the flags that say the same. ``given``: Megatron's arguments, or the settings, by name.
-    ``sections``: whether settings were in sections; None for a line. ``bridge``: Bridge makes the model's chunks.
+    ``sections``: whether settings were in sections; None for a line.
     """
 
     line: Line
@@ -52,6 +52,7 @@ class Source:
 
     @property
     def bridge(self) -> bool:
+        """Return whether Megatron-Bridge makes the model's chunks, as it does for all settings."""
         return self.sections is not None
 
     def schedules(self, run: Run) -> tuple[tuple[str, ...], bool, list[str]]:
@@ -128,7 +129,7 @@ def _read(
     try:
         nodes, notes = _cluster(on, memory_gib, line)
         allocator = line.variable("PYTORCH_CUDA_ALLOC_CONF") or line.variable("PYTORCH_ALLOC_CONF") or ""
-        segments = expandable() or "expandable_segments:true" in allocator.lower()
+        segments = expandable(allocator)
         found = described_by(
             line.flags, name, "bert" not in name.lower(), nodes.gpus, vocabulary or _VOCABULARY, segments
         )
@@ -149,13 +150,13 @@ def _read(
 
 
 def _unread(flag: str) -> str:
-    """Return the flag, with a known one that differs by a slip only."""
+    """Return the flag, followed by the known flag that it seems to misspell, if there is one."""
     close = get_close_matches(flag, known_flags(), n=1, cutoff=_SLIP)
     return f"{flag} (did you mean {close[0]}?)" if close else flag
 
 
 def _cluster(on: str | Cluster | None, memory_gib: float | None, line: Line) -> tuple[Cluster, list[str]]:
-    """Return the cluster and notes; ``on`` is one, or its name: without a name, A100s."""
+    """Return the cluster and notes. ``on``: a cluster or its name; A100s, if left out."""
     notes = [] if on else [f"no --cluster: taken for {_CLUSTER}"]
     try:
         named = on if isinstance(on, Cluster) else _named(on or _CLUSTER, line, notes)
@@ -171,7 +172,7 @@ def _cluster(on: str | Cluster | None, memory_gib: float | None, line: Line) -> 
 
 
 def _named(name: str, line: Line, notes: list[str]) -> Cluster:
-    """Return what is named; without sizes, what the launcher says of them, else as few nodes as the flags need."""
+    """Return the named cluster; a name without sizes gets the launcher's, or else as few nodes as the flags need."""
     named = cluster(name)
     if named.nodes > 1 or name[:1].isdigit() or ".yaml" in name:
         return named
@@ -184,14 +185,15 @@ def _named(name: str, line: Line, notes: list[str]) -> Cluster:
 
 def _sizes(line: Line) -> list[str]:
     """Return how many nodes and processes a node the launcher starts; nothing if it does not say so in numbers."""
-    sizes = [option(line.before, *names) for names in (("--nnodes",), ("--nproc-per-node", "--nproc_per_node"))]
+    nodes = option(line.before, "--nnodes", default="1")
+    sizes = [nodes, option(line.before, "--nproc-per-node", "--nproc_per_node")]
     return sizes if all(size.isdecimal() and int(size) for size in sizes) else []
 
 
-def option(words: Sequence[str], *names: str) -> str:
-    """Return the value of a launcher's option; 1 for nodes that it does not name."""
+def option(words: Sequence[str], *names: str, default: str = "") -> str:
+    """Return the value of the first option of these `names` among the words; `default` where there is none."""
     for number, word in enumerate(words):
         name, sign, value = word.partition("=")
         if name in names:
             return value if sign else "".join(words[number + 1 : number + 2])
-    return "1" if names == ("--nnodes",) else ""
+    return default
