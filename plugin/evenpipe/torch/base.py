@@ -1,4 +1,4 @@
-"""What every pipeline of plain torch does: a stage's compute, messages, gradients and weights, batch after batch."""
+"""The base of pipelines of plain torch: a stage's compute, messages, gradients and weights, batch after batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def stage_in(program: Program, group: dist.ProcessGroup | None, offers: frozense
     if len(ranks) != schedule.stages:
         raise ValueError(f"program: is for {schedule.stages} stages, but the group has {len(ranks)} ranks")
     needs = needs_of(schedule)
-    # One without flushes goes on behind its last batch, as only its name can tell.
+    # A schedule without flushes goes on after its last batch; only its name says how.
     spec = find(schedule.name) if "stream" in needs else Spec.of(schedule, needs)
     check_offers(spec, offers, called)
     return ranks.index(dist.get_rank())
@@ -127,12 +127,11 @@ class Pipeline(ABC):
         """Train under a schedule without flushes, 2bw: iterate over what is returned, a batch at a time.
 
         batches: each what `step` takes (of several arguments a tuple); read one ahead. optimizer: of this stage's
-        parameters, or several (Muon for matrices and AdamW for the rest); stepped, and gradients let go of, by what is
-        returned, and not by the loop. clip_grad: the largest
-        norm of the gradients of all stages; 0: any. replicas: the processes with this stage in other pipelines, whose
-        gradients' mean is taken. delay_correction: what is done about late gradients (docs/2bw.md), alike on all
-        stages. Another call begins anew, with both versions the newest weights. Raises ValueError for
-        a program that flushes.
+        parameters, or several (Muon for matrices and AdamW for the rest). The returned iterator steps them and lets go
+        of the gradients: the loop must not. clip_grad: the largest norm of the gradients of all stages; 0: any.
+        replicas: the processes with this stage in other pipelines, whose gradients' mean is taken. delay_correction:
+        what is done about late gradients (docs/2bw.md), alike on all stages. Another call begins anew, with both
+        versions the newest weights. Raises ValueError for a program that flushes.
         """
         if self.versions is None:
             raise ValueError(f"program: {self.program.schedule.name} flushes after every batch: call step")
@@ -174,7 +173,7 @@ class Pipeline(ABC):
         return KeptBytes(sum(one.nbytes for one in parameters), versions, held, static, messages)
 
     def squares(self) -> Tensor:
-        """Sums of squares of the gradients by part of the model, in fp64; zero for those of other stages."""
+        """Return sums of squares of the gradients by part of the model, in fp64; zero for those of other stages."""
         places = self.program.schedule.places
         found = torch.zeros(len(places.order), dtype=torch.float64, device=self.device)
         for chunk, module in enumerate(self.chunks):
@@ -186,7 +185,7 @@ class Pipeline(ABC):
     def clip_grad_norm(self, limit: float) -> float:
         """Scale all stages' gradients so that their norm is at most `limit`, 0 for any; return the norm before.
 
-        Of copies of a parameter, one counts. All ranks of the group call it, between `step` and the optimizer's.
+        One of several copies of a parameter counts. All ranks of the group call it, between `step` and the optimizer's.
         """
         squares = self.squares()
         # Each is of one stage: whatever order this sum is made in, it is exact.
@@ -225,16 +224,16 @@ class Pipeline(ABC):
 
     @abstractmethod
     def shared(self, batch: Any) -> Sequence[tuple[Any, ...]]:
-        """Return what each micro-batch gets of a batch, and last its weight in the loss, None where all count the same.
+        """Return each micro-batch's share of a batch, its weight in the loss last: None where all count the same.
 
         Raises ValueError where it cannot be shared out.
         """
 
     @abstractmethod
-    def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
-        """Return what computes micro-batches: of the i-th `item(i)` says what it gets, and its loss goes to `found[i]`.
+    def stage_for(self, item: Callable[[int], Any], losses: dict[int, Tensor], first: int) -> ModuleStage:
+        """Return a stage whose micro-batch i gets `item(i)`, and leaves its loss in `losses[i]`.
 
-        first: the batch, as `batches` counts, that begins with the 0th.
+        first: the number, as `batches` counts, of the batch that begins with micro-batch 0.
         """
 
     def carry_out(self, batch: Any) -> Tensor | None:
@@ -245,10 +244,10 @@ class Pipeline(ABC):
                 f"program: {self.program.schedule.name} does not flush between batches: iterate over "
                 "two_bw(batches, optimizer) in place of step"
             )
-        found = dict[int, Tensor]()
+        losses = dict[int, Tensor]()
         items = self.shared(batch)
-        self.executor.run(self.program, self.made(items.__getitem__, found, self.batches))
-        self.losses = [loss for _, loss in sorted(found.items())]
+        self.executor.run(self.program, self.stage_for(items.__getitem__, losses, self.batches))
+        self.losses = [loss for _, loss in sorted(losses.items())]
         self.batches += self.stride
         return mean_loss(self.losses, items) if self.is_last else None
 
@@ -262,7 +261,7 @@ class Pipeline(ABC):
 
 
 def shares(name: str, values: Tensor | Sequence[Any], count: int) -> Sequence[Any]:
-    """Return what each of `count` micro-batches gets of `values`."""
+    """Return each of `count` micro-batches' share of `values`. Raises ValueError where they cannot be shared out."""
     if not isinstance(values, Tensor):
         if len(values) != count:
             raise ValueError(f"{name}: {len(values)} entries for {count} micro-batches: give one for each")

@@ -69,21 +69,17 @@ def inferred(
     ranks = dist.get_process_group_ranks(group)
     found: list[list[Tensor]] = []
     for position, place in enumerate(places.order[:-1]):
-        told: list[Any] = [None]
+        sent: list[Any] = [None]
+        cause: Exception | None = None
         if place.stage == stage:
             inputs = found[-1] if found else None
             try:
                 with _unchanged(chunks[place.chunk], device), torch.enable_grad():
-                    told = [_described(position, compute(Unit(0, place.chunk), inputs))]
+                    sent = [_described(position, compute(Unit(0, place.chunk), inputs))]
             except Exception as error:  # of any kind: the user's module raised it, and other stages wait
-                told = [f"{type(error).__name__}: {error}"]
-                cause: Exception | None = error
-            else:
-                cause = None
-        else:
-            cause = None
-        dist.broadcast_object_list(told, src=ranks[place.stage], group=group)
-        [described] = told
+                sent, cause = [f"{type(error).__name__}: {error}"], error
+        dist.broadcast_object_list(sent, src=ranks[place.stage], group=group)
+        [described] = sent
         if isinstance(described, str):
             raise ValueError(f"part {position} of the model fails on a micro-batch: {described}") from cause
         found.append(

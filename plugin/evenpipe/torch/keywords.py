@@ -1,4 +1,4 @@
-"""What the parts of a model take by name, such as masks and position ids, on any stage."""
+"""Keyword arguments of a model's parts, such as masks and position ids, on any stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Keywords:
         self.own = None if None in self._taken else frozenset().union(*(names or () for names in self._taken))
 
     def shared(self, given: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-        """Return what each of `count` micro-batches gets of the batch's keyword arguments.
+        """Return each of `count` micro-batches' share of the batch's keyword arguments.
 
         A tensor's first dimension is shared out, a list has an entry a micro-batch, and anything else is for all.
         Raises ValueError for what no part takes.
@@ -35,7 +35,7 @@ class Keywords:
         return [{name: values[number] for name, values in each.items()} for number in range(count)]
 
     def of(self, chunk: int, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those that this chunk's part takes."""
+        """Return those of the `given` arguments that this chunk's part takes."""
         names = self._taken[chunk]
         return {name: one for name, one in given.items() if names is None or name in names}
 

@@ -185,13 +185,13 @@ class ModulePipeline(Pipeline):
         named = self._keywords.shared(keywords or {}, count)
         return list(zip(first, last, named, weights_of(tokens, total, count), strict=True))
 
-    def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
+    def stage_for(self, item: Callable[[int], Any], losses: dict[int, Tensor], first: int) -> ModuleStage:
         count = self.program.schedule.micro_batches
 
         def share_of_loss(micro_batch: int, output: Any) -> Tensor:
             _, target, _, weight = item(micro_batch)
             loss = self._loss(output, target)
-            found[micro_batch] = loss.detach()
+            losses[micro_batch] = loss.detach()
             return self.scaled(share_of(loss, weight, count))
 
         return self._stage(item, share_of_loss, self.executor.recording(self.program))

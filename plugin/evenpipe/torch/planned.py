@@ -157,7 +157,7 @@ class PlannedPipeline(Pipeline):
         return Evaluation(mean_loss(losses, items) if self.is_last else None, losses, shown.whole)
 
     def shared(self, batch: Any) -> Sequence[tuple[Mapping[str, Tensor], float | None]]:
-        """The arguments of each micro-batch, and its weight; `batch` is what `step` takes, a tuple of several."""
+        """Return each micro-batch's arguments and its weight; `batch` is what `step` takes, a tuple of several."""
         count = self.program.schedule.micro_batches
         batch, tokens, total = (*batch, None, None)[:3] if isinstance(batch, tuple) else (batch, None, None)
         weights = weights_of(tokens, total, count)
@@ -179,13 +179,13 @@ class PlannedPipeline(Pipeline):
         given = [{name: of_all[number] for name, of_all in of_inputs.items()} for number in range(count)]
         return list(zip(given, weights, strict=True))
 
-    def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
-        """Random numbers are those of batch `first`, and of as many after it as there are."""
+    def stage_for(self, item: Callable[[int], Any], losses: dict[int, Tensor], first: int) -> ModuleStage:
+        """Return the stage; its random numbers are those of batch `first` and of the batches after it."""
         count, stride = self.program.schedule.micro_batches, self.stride
 
         def share_of_loss(micro_batch: int, output: tuple[Tensor]) -> Tensor:
             [loss] = output
-            found[micro_batch] = loss.detach()
+            losses[micro_batch] = loss.detach()
             return self.scaled(share_of(loss, item(micro_batch)[1], count))
 
         def number(micro_batch: int) -> int:
@@ -198,7 +198,7 @@ class PlannedPipeline(Pipeline):
         return self._ties
 
     def squares(self) -> Tensor:
-        """By parameter of the model, each counted on the first stage that has it."""
+        """Return sums of squares by parameter of the model, each counted on the first stage that has it."""
         found = torch.zeros(len(self._learned), dtype=torch.float64, device=self.device)
         for number, name in enumerate(self._learned):
             gradient = self._parameters[name].grad if self._owner[name] == self.stage else None
@@ -207,7 +207,7 @@ class PlannedPipeline(Pipeline):
         return found
 
     def numbered(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """This stage's parameters, with their number in the whole model."""
+        """Return this stage's parameters, with their numbers in the whole model."""
         return ((number, self._parameters[name]) for number, name in enumerate(self._learned) if name in self._own)
 
     def truth(self, optimizer: torch.optim.Optimizer) -> list[str]:

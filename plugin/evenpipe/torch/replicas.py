@@ -12,7 +12,7 @@ __all__ = ["Groups", "groups_of"]
 
 
 class Groups(NamedTuple):
-    """The ranks of this process' pipeline, stage by stage, and of the replicas with the same stage; where it is."""
+    """The group of this process' pipeline, that of the replicas with the same stage, and its number in each."""
 
     pipeline: dist.ProcessGroup
     replicas: dist.ProcessGroup
@@ -21,7 +21,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(stages: int) -> Groups:
-    """Share all processes out to pipelines of so many stages; all of them call it.
+    """Return this process' groups, with all processes shared out to pipelines of so many stages; all call it.
 
     The replicas of a stage have ranks in succession, as in Megatron, so that gradients are reduced inside a node and
     only messages between stages leave it: rank = stage × replicas + replica. Raises ValueError.

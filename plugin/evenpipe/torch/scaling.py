@@ -31,7 +31,7 @@ class PipelineScaler(torch.amp.GradScaler):
             pipeline.scaler = self
 
     def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, Tensor]:
-        """Return whether any stage found a gradient that is not finite: 1.0 or 0.0."""
+        """Unscale this stage's gradients; return whether any stage found one that is not finite: 1.0 or 0.0."""
         device = self._pipeline.device
         mine = super()._unscale_grads_(*arguments)
         found = torch.stack([torch.zeros((), device=device), *(one.to(device) for one in mine.values())]).amax()

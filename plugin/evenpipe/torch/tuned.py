@@ -96,6 +96,6 @@ class GroupTuning:
 
 
 def _print_once(line: str) -> None:
-    """Print it, once for all ranks."""
+    """Print `line` once for all ranks."""
     if dist.get_rank() == 0:
         print(f"evenpipe: {line}", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ __all__ = ["PlainGradients", "TwoBWPipeline", "TwoBWTraining", "scaled_to"]
 
 
 class PlainGradients(Gradients):
-    """Those of one stage of a pipeline of plain modules, and its optimizers, which may be of any kind.
+    """The gradients of one stage of a pipeline of plain modules, and its optimizers, which may be of any kind.
 
     2BW says which weights a gradient was taken at; whatever makes a step of gradients steps. Raises ValueError for an
     optimizer that needs more than gradients.
@@ -76,7 +76,7 @@ class PlainGradients(Gradients):
 
     @property
     def held_bytes(self) -> int:
-        """All of them, where the next batch's first backward comes before the step."""
+        """Return the bytes of `kept`: they are held where the next batch's first backward comes before the step."""
         return sum(gradient.nbytes for gradient in self.kept)
 
     def reduce(self) -> None:
@@ -92,7 +92,7 @@ class PlainGradients(Gradients):
             self._works.append(work)
 
     def hold(self) -> Tensor:
-        """The figures are `squares`, of sums over replicas and stages."""
+        """Return `squares` of the gradients, after their reduction over replicas and tied stages."""
         if self._replicas is not None and self._works:
             wait_for(self._works, self._replicas, "replicas' gradients", self.kept[0].device)
             self._works.clear()
@@ -157,8 +157,11 @@ class TwoBWPipeline(Protocol):
     def shared(self, batch: Any) -> Sequence[Any]:
         """Return each micro-batch's share of a batch."""
 
-    def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
-        """A stage whose micro-batch i gets `item(i)`, and leaves its loss in `found[i]`; batch `first` has the 0th."""
+    def stage_for(self, item: Callable[[int], Any], losses: dict[int, Tensor], first: int) -> ModuleStage:
+        """Return a stage whose micro-batch i gets `item(i)`, and leaves its loss in `losses[i]`.
+
+        first: the number of the batch that begins with micro-batch 0.
+        """
 
 
 class TwoBWTraining(Iterator[Tensor | None]):
@@ -186,7 +189,7 @@ class TwoBWTraining(Iterator[Tensor | None]):
         paired, swaps = bool(pipeline.program.pairs), swapping(schedule)
         self.two_bw = TwoBW(gradients, find(schedule.name), paired, swaps, [self._buffers], delay_correction)
         self._ahead: Sequence[Any] | None = None
-        self._found: dict[int, Tensor] = {}
+        self._losses: dict[int, Tensor] = {}
         self._items: dict[int, Sequence[Any]] = {}  # of the present batch and the next, along the stream
         self._called = 0  # batches of the stream
         self.two_bw.load_state_dict(None)
@@ -206,7 +209,7 @@ class TwoBWTraining(Iterator[Tensor | None]):
         self.two_bw.drain()
         self._called = 0
         self._items.clear()
-        self._found.clear()
+        self._losses.clear()
 
     def __next__(self) -> Tensor | None:
         check_gradients()
@@ -226,7 +229,7 @@ class TwoBWTraining(Iterator[Tensor | None]):
         self.two_bw.submit()
         del self._items[self._called]
         first = self._called * count
-        pipeline.losses = [self._found.pop(first + number) for number in range(count)] if pipeline.is_last else []
+        pipeline.losses = [self._losses.pop(first + number) for number in range(count)] if pipeline.is_last else []
         self._called += 1
         pipeline.batches += pipeline.stride
         return mean_loss(pipeline.losses, present) if pipeline.is_last else None
@@ -240,7 +243,7 @@ class TwoBWTraining(Iterator[Tensor | None]):
         def item(number: int) -> Any:
             return self._items[number // stream.micro_batches][number % stream.micro_batches]
 
-        return self._pipeline.made(item, self._found, self._pipeline.batches)
+        return self._pipeline.stage_for(item, self._losses, self._pipeline.batches)
 
 
 class _Buffers(BatchState):

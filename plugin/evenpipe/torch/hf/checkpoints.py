@@ -26,7 +26,7 @@ _STATE: Final = "trainer_state.json"
 def save_checkpoint(
     folder: Path, pipeline: PlannedPipeline, model: nn.Module, optimizer: Any, scheduler: Any, state: Any, writes: bool
 ) -> None:
-    """Write all of `folder`, which appears under its name when it is whole. All ranks call it; one replica `writes`."""
+    """Write `folder`, which gets its name when all of it is there. All ranks call it; one replica `writes`."""
     draft = folder.with_name(f"{folder.name}.partial")
     if dist.get_rank() == 0:
         shutil.rmtree(draft, ignore_errors=True)

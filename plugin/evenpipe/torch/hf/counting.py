@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -16,16 +15,12 @@ __all__ = ["may_count", "shifts_labels"]
 def may_count(model: nn.Module) -> bool:
     """Return whether `Trainer` would give the model the batch's number of tokens."""
     accepts = getattr(model, "accepts_loss_kwargs", None)
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in _arguments(model).values())
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
     return takes_any if accepts is None else bool(accepts)
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Return whether `Trainer` does not count the first label: its token follows none."""
+    """Return whether `Trainer` leaves out the first label, whose token follows no other."""
     losses: Any = transformers().loss.loss_utils
     loss = losses.LOSS_MAPPING.get(getattr(model, "loss_type", None))
     return loss is losses.ForCausalLMLoss and not getattr(model.config, "is_encoder_decoder", False)
-
-
-def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(model.forward).parameters

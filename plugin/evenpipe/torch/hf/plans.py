@@ -47,7 +47,7 @@ class Cutting:
 
 
 class _Made(NamedTuple):
-    """For all ranks: the files of a plan by name, and whether the model reads `COUNT`; or what is wrong."""
+    """The message to all ranks: the files of a plan by name, and whether the model reads `COUNT`; or what is wrong."""
 
     files: dict[str, bytes]
     counts: bool
@@ -99,7 +99,7 @@ class Plans:
         return _Made(files, any(node.target == COUNT and node.users for node in placeholders))
 
     def _traced(self, inputs: Mapping[str, Any]) -> Graph:
-        """Of a copy without weights, since those of this rank are its own stage's."""
+        """Trace a copy of the model without weights: this rank has those of its own stage only."""
         made: Any = self._model
         dtype = next((one.dtype for one in made.parameters()), torch.float32)
         config = copy.deepcopy(made.config)

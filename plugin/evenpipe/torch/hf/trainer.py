@@ -272,7 +272,7 @@ class PipelineTrainer:
 
     @property
     def _batch_samples(self) -> int:
-        """Of all replicas."""
+        """Return the samples of one batch of all replicas."""
         return int(self._micro_batches * self._micro_size * self._replicas)
 
     @property
@@ -387,6 +387,6 @@ class PipelineTrainer:
 
 
 def _say(line: str) -> None:
-    """Print it, once for all ranks."""
+    """Print `line` once for all ranks."""
     if dist.get_rank() == 0:
         print(line, flush=True)
