@@ -21,10 +21,11 @@ __all__ = ["ChosenSchedule"]
 
 
 class ChosenSchedule(SearchedSchedule):
-    """A `PipelineSchedule` by the fastest schedule that fits the memory, chosen after two batches were looked at.
+    """A `PipelineSchedule` by the fastest schedule that fits the memory, chosen after two measured batches.
 
-    These compute one micro-batch at a time. Stages of two model chunks have these in a V, and the schedules for that;
-    those of one chunk have all others, BPipe too, unless Megatron's settings rule it out. The choice is made once.
+    The measured batches compute one micro-batch at a time. Stages with two model chunks choose among the schedules of
+    a V; stages with one choose among all others, and BPipe, unless Megatron's settings rule it out. The choice is made
+    once.
     """
 
     name: ClassVar[str] = AUTO

@@ -11,12 +11,7 @@ from evenpipe.runtime.forward_only import forward_only
 from evenpipe.runtime.memory import SlotPool
 from evenpipe.runtime.resources import Observer, Resources
 from evenpipe.runtime.stage import Stage, Stepping
-from evenpipe.schedule import (
-    SWAP_OUT,
-    Places,
-    Program,
-    Step,
-)
+from evenpipe.schedule import SWAP_OUT, Places, Program, Step
 
 __all__ = ["Executor", "Observer"]
 

@@ -41,7 +41,7 @@ _Forward = Callable[[Unit, list[Tensor] | None], list[Tensor]]
 
 
 class _Guest(NamedTuple):
-    """An accepted micro-batch: its slot, and the message there."""
+    """An accepted micro-batch: its slot, and its tensors there."""
 
     slot: Slot
     tensors: list[Tensor]
@@ -76,7 +76,7 @@ class Flow:
         self.received: dict[Message, list[Tensor]] = {}
         self.followed: dict[Message, list[_Departed]] = {}
         self.guests: dict[Unit, _Guest] = {}
-        self.ahead: dict[Action, list[Tensor]] = {}  # what backwards gave that were computed with the forward before
+        self.ahead: dict[Action, list[Tensor]] = {}  # gradients of backwards that were computed with a forward
 
     def take(self, step: Step) -> None:
         """Post receives, wait, compute or start a transfer, post what comes before the send, send."""
@@ -98,7 +98,7 @@ class Flow:
             self.send_results(step.send, action.unit, results)
 
     def post(self, items: Iterable[Message | Gathering]) -> None:
-        """Post the receives of what neighbours send; start what all stages exchange."""
+        """Post receives from neighbours; start exchanges between all stages."""
         for item in items:
             if isinstance(item, Gathering):
                 self.stepping_for(item.batch).gather()
@@ -142,7 +142,7 @@ class Flow:
         return self.forward(action.unit, inputs, forward)
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None, compute: _Forward | None = None) -> list[Tensor]:
-        """Forward `unit`, by the stage's own `forward` if not told; what it saves is recorded where that is of use."""
+        """Forward `unit`, by `compute` or the stage's own `forward`; record what it saves if the run uses that."""
         store, compute = self.resources.store, compute or self.stage.forward
         if not self.records:
             return compute(unit, inputs)
@@ -159,7 +159,7 @@ class Flow:
         return outputs
 
     def stepping_for(self, batch: int) -> Stepping:
-        """Return what steps the stream's optimizer. Raises RuntimeError in a batch on its own."""
+        """Return what steps the stream's optimizer. Raises RuntimeError outside of a stream."""
         if self.stepping is None:
             raise RuntimeError(f"nobody steps batch {batch}: schedules with updates are carried out stretch by stretch")
         return self.stepping
@@ -178,7 +178,7 @@ class Flow:
             self.received[message] = results
 
     def start(self, message: Message, step: Step) -> None:
-        """Start what `step` moves to or from the partner, in the room of what it follows."""
+        """Start the transfer of `step`, in the memory that those it follows leave."""
         action = step.action
         self.followed[message] = [self.departed(follows) for follows in step.follows]
         self.actions[message] = action
@@ -235,7 +235,7 @@ class Flow:
         return _Departed(self.under_way.pop(message), action, self.let_go(action))
 
     def let_go(self, action: Action) -> list[UntypedStorage]:
-        """Give up what a transfer has moved from this stage; the memory, where that was the micro-batch's own."""
+        """Let go of what a transfer has moved from this stage; return the storages that an eviction leaves."""
         if action.kind == EVICT:
             return self.resources.store.release(action.unit)
         if action.kind == RETURN:
@@ -263,7 +263,7 @@ class Flow:
         self.resources.observer.ended(action)
 
     def wait_for_neighbour(self, message: Message, transfer: Transfer) -> None:
-        """Wait for what a neighbour sends or takes; report how long to whoever asked for it."""
+        """Wait for a message from or to a neighbour; report how long, if `waited` is set."""
         waited = self.resources.waited
         if waited is None:
             transfer.wait()
@@ -273,14 +273,14 @@ class Flow:
         waited(message, message in self.received, watch.total_ms())
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait for what is moved between partners; the time counts where it is measured."""
+        """Wait for a transfer between partners; add the time to `exposed` in a measured batch."""
         if self.resources.measure:
             self.resources.exposed.wait(transfer)
         else:
             transfer.wait()
 
     def break_off(self, owed: Iterable[Step]) -> None:
-        """Take part in what partners have started, see everything through, and let go of it."""
+        """Take part in the transfers that partners have started, wait for all that is under way, and let go of it."""
         for step in owed:
             self.post(step.post)
             if step.transfer is None:

@@ -1,4 +1,4 @@
-"""Swaps a share of what autograd saved of a micro-batch to the host of its stage, whatever module saved it."""
+"""Swaps of a share of what autograd saved, from any module, to the memory of the stage's host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["HostSwaps"]
 class HostSwaps:
     """Moves storages of each micro-batch to the host after its forward, and back before its backward.
 
-    `share`: the most that goes there, of all bytes that a micro-batch saves; `ActivationStore.seal` chooses storages.
+    `share`: the largest part of a micro-batch's saved bytes that goes there; `ActivationStore.seal` chooses storages.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class HostSwaps:
         self._arriving: dict[Hashable, list[Passage]] = {}
 
     def begin(self, most_whole: int, exposed: Stopwatch | None) -> None:
-        """Begin a batch with at most so many whole micro-batches here; `exposed` counts waits for copies."""
+        """Begin a batch with at most `most_whole` whole micro-batches here; `exposed` counts waits for copies."""
         self._most_whole, self._exposed = most_whole, exposed
 
     def make_room(self) -> None:
@@ -43,14 +43,14 @@ class HostSwaps:
             self._gone(unit)
 
     def swap_out(self, unit: Hashable) -> None:
-        """Start to copy to the host what has been chosen of this micro-batch."""
+        """Start to copy the chosen storages of this micro-batch to the host."""
         message = self._store.ship(unit, "host")
         nbytes = sum(tensor.numel() for tensor in message)
         self._reached = min(self._reached, nbytes / max(1, nbytes + self._store.nbytes(unit)))
         self._leaving[unit] = [self.link.out(tensor) for tensor in message]
 
     def swap_in(self, unit: Hashable) -> None:
-        """Start to bring it back."""
+        """Start to copy the micro-batch back."""
         if unit in self._leaving:
             self._gone(unit)
         if unit in self._on_host:
@@ -60,19 +60,19 @@ class HostSwaps:
             self._arriving[unit] = [self.link.back(*both) for both in zip(blocks, memory, strict=True)]
 
     def ready(self, unit: Hashable) -> None:
-        """Wait until it is back, and put it where it belongs."""
+        """Wait until the micro-batch is back, and put its tensors where autograd finds them."""
         for passage in self._arriving.pop(unit, ()):
             self._wait(passage)
         self._store.unpack(unit, "host")
 
     def line(self, stage: int) -> str:
-        """Say of a stage how much of its host's memory it keeps, and for which share of what it saves."""
+        """Return a line for the log: a stage's memory on its host, and the share of saved bytes that goes there."""
         return (
             f"{self.link.memory.held_line(stage)}: {self._reached:.0%} of each micro-batch, of {self.share:.0%} asked"
         )
 
     def forget(self) -> None:
-        """Wait for what is under way, and forget what has been forwarded, as it is never backwarded."""
+        """Wait for copies under way, and forget all micro-batches: no backward of theirs follows."""
         for passages in (*self._leaving.values(), *self._arriving.values()):
             for passage in passages:
                 passage.wait()

@@ -1,4 +1,4 @@
-"""The schedule of a run, chosen among all that its placement takes, by the times and bytes that its batches show."""
+"""The choice of a run's schedule, among all for its placement, by the times and bytes that its batches measure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = ["ChoiceLoop", "Option", "choose", "options"]
 
 #: Megatron's and DeepSpeed's own orders.
 _STOCK: Final = frozenset(("1f1b", "interleaved"))
-#: Schedules of times that differ by less are equally fast.
+#: Schedules whose times differ by less count as equally fast.
 _TIE: Final = 0.02
 #: Larger groups keep more messages than a stage has room for beside what it saves.
 _GROUPS: Final = (2, 3, 4)
@@ -74,8 +74,8 @@ def options(
 ) -> Iterator[Option]:
     """Yield the published schedules for these parts on their places, whatever memory they need.
 
-    byte_ms: milliseconds a byte that is sent to a partner; None rules out BPipe. halves: whole backwards are made of
-    two. Late gradients are left out.
+    byte_ms: milliseconds a byte that is sent to a partner; None rules out BPipe. halves: whole backwards are run as
+    two halves. Schedules with late gradients are left out.
     """
     places = costs.places(size.stages)
     for spec in map(find, own()):
@@ -132,7 +132,7 @@ def choose(
 
 
 def _weighed(name: str, program: Program, costs: RunCosts, byte_ms: float) -> Option:
-    """Simulate the program, with evictions where it has them."""
+    """Return the option of a program, by simulation; a byte to a partner takes `byte_ms`."""
     schedule = program.schedule
     places, parts = schedule.places, costs.recomputing(schedule.recomputed).parts
     placed = [
@@ -174,10 +174,10 @@ class ChoiceLoop(SearchLoop):
         self._byte_ms: float | None = None
 
     def allow(self, evicts: bool, remedy: str, halves: bool = False) -> None:
-        """Before the first batch: say what this run can have, and what a user can do where nothing fits.
+        """Set what this run can have, and the remedy for an error where nothing fits; call before the first batch.
 
-        evicts: partners are joined, so that BPipe is one of the choices. halves: layers leave their weights' gradients
-        for a second half of a backward, which whole backwards are then made of.
+        evicts: partners are joined, so that BPipe is one of the choices. halves: layers compute weights' gradients in a
+        second half of the backward, so whole backwards are run as two halves.
         """
         self._evicts, self._halves, self._remedy = evicts, halves, remedy
 
@@ -195,7 +195,7 @@ class ChoiceLoop(SearchLoop):
         super().prepare(executor, size, queues)
 
     def _announce(self, size: Size) -> None:
-        """Say nothing before the choice."""
+        """Log nothing before the choice."""
 
     def _first(self, size: Size) -> Schedule:
         return _one_at_a_time(find(AUTO).places(size), size.micro_batches)

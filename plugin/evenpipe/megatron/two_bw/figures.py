@@ -1,4 +1,4 @@
-"""What a batch's gradients tell of themselves under 2BW: norm, overflow and zeros of this process' part."""
+"""Figures of a batch's gradients under 2BW: norm, overflow and zeros of this process' part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["local_figures"]
 
 
 def local_figures(optimizers: Sequence[Any], scale: Tensor | None, zeros: bool) -> Tensor:
-    """This process' part of the gradient's figures, as four doubles on its device.
+    """Return this process' part of the gradient's figures, as four doubles on its device.
 
     They are the sum of squares, in units of a loss that is not scaled; 1 if a value is not finite (only looked for with
     a `scale`); if asked for, the number of zeros; and room for one more. What other processes count too is left out, as
@@ -40,7 +40,7 @@ def local_figures(optimizers: Sequence[Any], scale: Tensor | None, zeros: bool) 
 
 
 def _counted(optimizer: Any) -> Iterator[Tensor]:
-    """The gradients that `optimizer` steps with and counts, as fp32; `main_grad` has its own."""
+    """Yield the gradients that `optimizer` steps with and counts, as fp32; `main_grad` has its own."""
     groups = [getattr(optimizer, name) for name in ("tp_group", "expert_tp_group") if hasattr(optimizer, name)]
     for parameter in _model_parameters(optimizer):
         gradient: Tensor | None = getattr(parameter, "main_grad", None)
@@ -52,7 +52,7 @@ def _counted(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _model_parameters(optimizer: Any) -> Iterator[Any]:
-    """The model's own parameters that `optimizer` steps, in whichever groups it keeps them."""
+    """Yield the model's own parameters that `optimizer` steps, in whichever groups it keeps them."""
     kept = [
         groups
         for name in ("float16_groups", "fp32_from_fp32_groups", "model_float16_groups", "model_fp32_groups")

@@ -1,4 +1,4 @@
-"""What routers of experts keep of a whole batch under 2BW: counts, of each batch apart, and the bias made of them."""
+"""The state of experts' routers under 2BW: each batch's counts of tokens, and the biases that they move."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Routers:
         self._modules = [module for chunk in model for module in chunk.modules() if hasattr(module, "expert_bias")]
         for module in self._modules:
             module._maintain_float32_expert_bias()  # else the first forward gives a bias of bf16 other memory
-        #: What weight versions have beside parameters.
+        #: Buffers that weight versions have beside parameters.
         self.biases = self._buffers(_BIASES)
         self._counts = self._buffers(_COUNTS)
-        self._of: dict[int, list[Tensor]] = {}  # counts, by batch
+        self._counts_of: dict[int, list[Tensor]] = {}  # by batch
         self._present: int | None = None
         self._moved: list[Tensor] = []
 
@@ -43,9 +43,9 @@ class Routers:
         if batch == self._present:
             return
         self._present = batch
-        if batch not in self._of:
-            self._of[batch] = [torch.zeros_like(count) for count in self._counts]
-        for count, own in zip(self._counts, self._of[batch], strict=True):
+        if batch not in self._counts_of:
+            self._counts_of[batch] = [torch.zeros_like(count) for count in self._counts]
+        for count, own in zip(self._counts, self._counts_of[batch], strict=True):
             count.data = own
 
     def gather(self, batch: int) -> None:
@@ -53,16 +53,16 @@ class Routers:
 
     def drop(self, first: int) -> None:
         """Forget `first` and later batches, whose forwards will be computed again."""
-        self._of = {batch: counts for batch, counts in self._of.items() if batch < first}
+        self._counts_of = {batch: counts for batch, counts in self._counts_of.items() if batch < first}
         self._present = None
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Inside, Megatron finishes the oldest batch: it sees that one's counts, and moves copies of the biases."""
-        if not self._of:
+        """Have Megatron finish the oldest batch inside: it sees that batch's counts, and moves copies of the biases."""
+        if not self._counts_of:
             yield
             return
-        oldest, present = min(self._of), self._present
+        oldest, present = min(self._counts_of), self._present
         self.use(oldest)
         newest = [bias.data for bias in self.biases]
         trained = [module.training for module in self._modules]
@@ -76,9 +76,9 @@ class Routers:
         self._moved = [bias.data for bias in self.biases]
         for bias, before in zip(self.biases, newest, strict=True):
             bias.data = before
-        del self._of[oldest]
+        del self._counts_of[oldest]
         self._present = None
-        if present in self._of:
+        if present in self._counts_of:
             self.use(present)
 
     def step(self) -> None:
