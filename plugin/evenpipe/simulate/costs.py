@@ -8,9 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from evenpipe.schedule import Cost, Link, LinkKind, Schedule, partner
-from evenpipe.schedule.search.costs import RunCosts
+from evenpipe.schedule.search.costs import Part, RunCosts
 
-__all__ = ["Costs", "SimulationError", "Wire", "costs_of_chunks", "costs_of_part"]
+__all__ = [
+    "Costs",
+    "SimulationError",
+    "Wire",
+    "costs_of_chunks",
+    "costs_of_part",
+    "placed_parts",
+    "saved_and_left_bytes",
+]
 
 
 class SimulationError(ValueError):
@@ -146,3 +154,18 @@ def costs_of_part(forward_ms: Any, backward_ms: Any, weight_gradient_ms: Any) ->
         "input_gradient": backward_ms - weight_gradient_ms,
         "weight_gradient": weight_gradient_ms,
     }
+
+
+def placed_parts(costs: RunCosts, schedule: Schedule) -> list[list[Part]]:
+    """Return a document's parts per stage and model chunk, as ``schedule`` places and recomputes them."""
+    places, parts = schedule.places, costs.recomputing(schedule.recomputed).parts
+    return [
+        [parts[places.position(stage, chunk)] for chunk in range(schedule.chunks)] for stage in range(schedule.stages)
+    ]
+
+
+def saved_and_left_bytes(placed: Sequence[Sequence[Part]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return, per stage and chunk, the bytes that a unit saves, and those that its input gradient leaves."""
+    saved = [[part.saved_bytes for part in row] for row in placed]
+    left = [[part.saved_bytes - part.freed_by_input_gradient_bytes for part in row] for row in placed]
+    return saved, left

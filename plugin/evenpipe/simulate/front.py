@@ -1,7 +1,7 @@
 """The front of memory against time: every known schedule of a model, and what is searched at several amounts of memory.
 
-All of it for one model, whose parts are placed as each schedule places them: one after the other, where it has one a
-stage.
+All points are of one model. Its parts are placed as each schedule places them: one after the other for schedules with
+one part a stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from evenpipe.schedule import SEARCHED, Program, ScheduleError, Size, build, fin
 from evenpipe.schedule.search.costs import RunCosts
 from evenpipe.schedule.search.problem import Problem
 from evenpipe.schedule.search.search import USUAL, Effort
-from evenpipe.simulate.costs import Costs
+from evenpipe.simulate.costs import Costs, placed_parts, saved_and_left_bytes
 from evenpipe.simulate.searched import searched
 from evenpipe.simulate.simulator import simulate
 
@@ -126,10 +126,6 @@ def _placed(costs: RunCosts, program: Program) -> RunCosts | None:
 
 
 def _point(name: str, program: Program, costs: RunCosts) -> Point:
-    stages, chunks = range(program.schedule.stages), range(program.schedule.chunks)
-    places = costs.places(len(stages))
-    parts = [[costs.parts[places.position(stage, chunk)] for chunk in chunks] for stage in stages]
-    saved = [[part.saved_bytes for part in row] for row in parts]
-    left = [[part.saved_bytes - part.freed_by_input_gradient_bytes for part in row] for row in parts]
+    saved, left = saved_and_left_bytes(placed_parts(costs, program.schedule))
     simulation = simulate(program, Costs.of_parts(costs, program.schedule), saved, left)
     return Point(name, max(stage.peak_bytes for stage in simulation.stages), simulation.makespan_ms)

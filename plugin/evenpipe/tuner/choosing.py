@@ -34,7 +34,7 @@ from evenpipe.schedule.search.costs import RunCosts
 from evenpipe.schedule.search.problem import Problem
 from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.schedule.spec import halved
-from evenpipe.simulate.costs import Costs, Wire
+from evenpipe.simulate.costs import Costs, Wire, placed_parts, saved_and_left_bytes
 from evenpipe.simulate.searched import searched
 from evenpipe.simulate.simulator import simulate
 from evenpipe.tuner.part_watch import PartWatch
@@ -134,15 +134,11 @@ def choose(
 def _weighed(name: str, program: Program, costs: RunCosts, byte_ms: float) -> Option:
     """Return the option of a program, by simulation; a byte to a partner takes `byte_ms`."""
     schedule = program.schedule
-    places, parts = schedule.places, costs.recomputing(schedule.recomputed).parts
-    placed = [
-        [parts[places.position(stage, chunk)] for chunk in range(schedule.chunks)] for stage in range(schedule.stages)
-    ]
-    saved = [[one.saved_bytes for one in row] for row in placed]
-    left = [[one.saved_bytes - one.freed_by_input_gradient_bytes for one in row] for row in placed]
+    placed = placed_parts(costs, schedule)
+    saved, left = saved_and_left_bytes(placed)
     between = {
         link: Wire(transmit_ms=byte_ms * saved[min(link.source, link.target)][0])
-        for link in links(places, pairs=True)
+        for link in links(schedule.places, pairs=True)
         if link.kind in ("evict", "load")
     }
     simulated = simulate(program, replace(Costs.of_parts(costs, schedule), links=between), saved, left)
