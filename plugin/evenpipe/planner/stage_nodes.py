@@ -1,4 +1,4 @@
-"""On which nodes of an unlike cluster a run's stages are, and what computes and carries messages there."""
+"""The nodes of a run's stages in a cluster of unlike nodes, with their devices and links."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from evenpipe.schedule import partner
 
 __all__ = ["ONLY", "Groups", "Placed", "StageNodes", "slowest"]
 
-#: Numbers of a cluster's groups of equal nodes: those that GPUs which work together are in.
+#: Numbers of the groups of equal nodes that the GPUs of one stage are in.
 Groups = frozenset[int]
-#: Those of a cluster whose nodes are all equal.
+#: The groups of a cluster whose nodes are all equal.
 ONLY: Final[Groups] = frozenset({0})
 
 _Times = TypeVar("_Times", PartTime, HandOver)
 
 
 def slowest(times: Sequence[_Times]) -> _Times:
-    """Return the longest of each time, for which all members wait."""
+    """Return the longest of each time: all members wait for it."""
     return times[0] if len(times) == 1 else type(times[0])(*map(max, zip(*times, strict=True)))
 
 
@@ -51,26 +51,26 @@ class StageNodes:
         self.device = cache(self._device)
 
     def of_stages(self, run: Run) -> Sequence[Groups]:
-        """Return the groups of each stage, of all of its replicas."""
+        """Return, by stage, the groups that its replicas are in."""
         return [ONLY] * run.stages if self.alike else [Groups(cells) for cells in self._cells(self._order(run))]
 
     def of_both(self, run: Run, stage: int, other: int) -> Iterable[Groups]:
-        """Return, of each replica, the groups of two of its stages; equal ones once."""
+        """Return the groups of two stages for each replica; equal ones once."""
         if self.alike:
             return [ONLY]
         cells = self._cells(self._order(run))
         return {Groups(pair) for pair in zip(cells[stage], cells[other], strict=True)}
 
     def _device(self, groups: Groups) -> Device:
-        """Return the device among these that has the least memory for a run."""
+        """Return the device of these groups that has the least memory for a run."""
         return min((one.device for one in self.clusters(groups)), key=lambda one: one.memory_gib - one.reserve_gib)
 
     def lacking(self, groups: Groups) -> int:
-        """Return the bytes that this device has less than the cluster's largest."""
+        """Return by how many bytes the groups' device is smaller than the cluster's largest."""
         return round((self.cluster.device.memory_gib - self.device(groups).memory_gib) * 2**30)
 
     def names(self, groups: Groups) -> str:
-        """Return which nodes they are, in words; empty where all nodes are equal."""
+        """Return the names of the groups' nodes; empty where all nodes are equal."""
         return "" if self.alike else " and ".join(self.cluster.groups[number].name for number in sorted(groups))
 
     def _clusters(self, groups: Groups) -> Sequence[Cluster]:
@@ -91,7 +91,7 @@ class StageNodes:
         return _Order(run.tensor * run.context, run.stages, run.data, first, pairs and run.placement == "replicas")
 
     def _cells_of(self, order: _Order) -> Sequence[Sequence[int]]:
-        """By stage, the group that each replica's ranks are in."""
+        """Return, by stage, the group that each replica's ranks are in."""
         found = []
         for stage in range(order.stages):
             at, other = stage, partner(stage, order.stages)

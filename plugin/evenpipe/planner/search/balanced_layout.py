@@ -13,12 +13,12 @@ def balanced_layout(
 ) -> tuple[int, ...]:
     """Return the layers of each part such that the slowest stage is as fast as can be; ``owners``: each part's stage.
 
-    bare: seconds of each part without layers. each: of a layer on each stage. most: layers that a stage may have; those
-    that then are left over go to the last stage.
+    bare: seconds of each part without layers. each: those of a layer on each stage. most: the most layers of each
+    stage; layers beyond these go to the stage that is full last.
 
     Every part between the ends has a layer. The others go one by one to the stage that is the fastest with one more,
-    and there to the fastest part: with layers that are alike there is nothing better. Of equal ones the later takes it,
-    as earlier ones hold more micro-batches.
+    and there to the fastest part, which is optimal for equal layers. A tie goes to the later stage or part: earlier
+    ones hold more micro-batches.
     """
     found = [0, *[1] * (len(owners) - 2), 0]
     of_stage: dict[int, list[tuple[float, int]]] = {}

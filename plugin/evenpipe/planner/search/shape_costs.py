@@ -1,4 +1,4 @@
-"""What the schedules of a shape have in common: layouts, parts on their nodes, bounds of bytes and of a batch's end."""
+"""Costs that the schedules of a shape share: layouts, parts on their nodes, bounds of bytes and of a batch's end."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _Layout = tuple[int, ...] | None
 
 
 class Shape(NamedTuple):
-    """How model and batch are divided; ``run`` has no schedule and no layout yet. ``even``: its parts have as many
-    layers each; else their stages are balanced. ``nbytes``: its fullest stage needs at least.
+    """How model and batch are divided; ``run`` has no schedule and no layout yet.
+
+    ``nbytes``: the least that its fullest stage needs. ``even``: all parts have the same number of layers; otherwise
+    stages are balanced.
     """
 
     run: Run
@@ -33,15 +35,17 @@ class Shape(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a schedule holds: units that are live on each stage at least, and versions of the weights."""
+    """What a schedule holds: the least number of live units on each stage, and the versions of the weights."""
 
     live: Sequence[int]
     versions: int
 
 
 class ShapeCosts:
-    """Costs of one shape, each found once. Positions are told apart by identity, as `positions_of` makes equal ones
-    once; BPipe may place stages on other nodes, where these are unlike.
+    """Costs of one shape, each found once.
+
+    Positions are compared by identity: `positions_of` makes equal ones once. BPipe may place stages on other nodes,
+    where nodes are unlike.
     """
 
     def __init__(self, question: Question, shape: Shape) -> None:
@@ -56,7 +60,7 @@ class ShapeCosts:
         self._placed = cache(lambda bpipe: Placed(shape.run.but(bpipe=bpipe), question.nodes, FITTED))
 
     def laid_out(self, where: Positions, bpipe: bool) -> tuple[_Layout, Sequence[PartCost]]:
-        """Return the layout, None where it is even, and its parts."""
+        """Return the layout, None if it is even, and its parts."""
         key = id(where), bpipe and not self._nodes.alike
         if key not in self._laid_out:
             layout = None if self._shape.even else self._balanced(where, bpipe)
@@ -73,7 +77,10 @@ class ShapeCosts:
         return self._shape.profile.parts(run.stages, run.chunks, layout, on)
 
     def least_bytes(self, parts: Sequence[PartCost], where: Positions, held: Held, tried: Run) -> Sequence[int]:
-        """Return a lower bound of each unlike stage's bytes, until one is too large; what its device lacks is full."""
+        """Return a lower bound of each unlike stage's bytes, up to the first that is too large.
+
+        What a stage's device has less than the largest counts as full.
+        """
         if id(parts) not in self._unlike:  # which keeps the parts, so that no others have the id
             self._unlike[id(parts)] = parts, unlike(parts, where)
         found: list[int] = []
@@ -101,7 +108,7 @@ class ShapeCosts:
     ) -> tuple[_Layout, Sequence[PartCost]] | None:
         """Return a layout whose stages on smaller devices have as many layers as fit there, and its parts.
 
-        None where nodes are alike, or stages have several chunks or as many layers.
+        None where nodes are alike, where stages have several chunks, or where the layout stays the same.
         """
         if self._nodes.alike or layout is None or tried.chunks > 1:
             return None
@@ -116,7 +123,7 @@ class ShapeCosts:
         return (found, self._parts(where, tried.bpipe, found)) if found != layout else None
 
     def end_ms(self, parts: Sequence[PartCost], where: Positions, tried: Run) -> float:
-        """Return a lower bound of a batch's end; of a lighter layout anew."""
+        """Return a lower bound of a batch's end; a lighter layout's parts have their own."""
         key = id(parts), tried.bpipe, tried.overlap_parameters
         if key not in self._ends:
             self._ends[key] = least_end_ms(parts, where, tried, self._placed(tried.bpipe))
