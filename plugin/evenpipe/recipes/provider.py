@@ -118,7 +118,7 @@ def _precision(name: str) -> dict[str, Any]:
 
 
 def flags_of(settings: Settings) -> list[str]:
-    """Return the flags of Megatron-LM that say the same. Raises FlagError for a layout that no flag can say."""
+    """Return the flags of Megatron-LM that say the same. Raises FlagError for a value that no flag can say."""
     return [word for flag, *values in _flags(settings.values) for word in (f"--{flag}", *values)]
 
 
@@ -139,7 +139,10 @@ def _flags(values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         if kind.nargs == 0:
             yield from [(flag,)] * bool(value)
             continue
-        words = _words(name, value)
+        try:
+            words = _words(name, value)
+        except (TypeError, KeyError, IndexError, ValueError):
+            raise FlagError(f"{name}: {value!r}: is no value of --{flag}") from None
         words = [word for word in words if kind.choices is None or word in kind.choices]
         if words:
             yield (flag, *words)

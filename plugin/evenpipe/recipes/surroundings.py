@@ -30,9 +30,9 @@ _SIZES: Final = ("tensor-model-parallel-size", "context-parallel-size", "pipelin
 
 
 def expandable(setting: str = "") -> bool:
-    """Return whether this shell's variables, or a line's own `setting`, turn the allocator's expandable segments on."""
-    said = (setting, *(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")))
-    return any("expandable_segments:true" in one.lower() for one in said)
+    """Return whether a line's own `setting`, else this shell's, turns the allocator's expandable segments on."""
+    variables = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    return any("expandable_segments:true" in one.lower() for one in ([setting] if setting else variables))
 
 
 def in_megatron(line: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from evenpipe.schedule import Cost, Link, LinkKind, Schedule, partner
+from evenpipe.schedule import BACKWARD, Cost, Link, LinkKind, Schedule, partner
 from evenpipe.schedule.search.costs import Part, RunCosts
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "costs_of_part",
     "placed_parts",
     "saved_and_left_bytes",
+    "whole_backward_bytes",
 ]
 
 
@@ -169,3 +170,11 @@ def saved_and_left_bytes(placed: Sequence[Sequence[Part]]) -> tuple[list[list[in
     saved = [[part.saved_bytes for part in row] for row in placed]
     left = [[part.saved_bytes - part.freed_by_input_gradient_bytes for part in row] for row in placed]
     return saved, left
+
+
+def whole_backward_bytes(placed: Sequence[Sequence[Part]], schedule: Schedule) -> list[int]:
+    """Return, per stage, what a whole backward holds for a moment beside what is saved, as between its two halves."""
+    return [
+        max(part.grown_bytes for part in row) if any(action.kind == BACKWARD for action in actions) else 0
+        for row, actions in zip(placed, schedule.actions, strict=True)
+    ]

@@ -16,7 +16,7 @@ from evenpipe.schedule import SEARCHED, Program, ScheduleError, Size, build, fin
 from evenpipe.schedule.search.costs import RunCosts
 from evenpipe.schedule.search.problem import Problem
 from evenpipe.schedule.search.search import USUAL, Effort
-from evenpipe.simulate.costs import Costs, placed_parts, saved_and_left_bytes
+from evenpipe.simulate.costs import Costs, placed_parts, saved_and_left_bytes, whole_backward_bytes
 from evenpipe.simulate.searched import searched
 from evenpipe.simulate.simulator import simulate
 
@@ -126,6 +126,8 @@ def _placed(costs: RunCosts, program: Program) -> RunCosts | None:
 
 
 def _point(name: str, program: Program, costs: RunCosts) -> Point:
-    saved, left = saved_and_left_bytes(placed_parts(costs, program.schedule))
-    simulation = simulate(program, Costs.of_parts(costs, program.schedule), saved, left)
-    return Point(name, max(stage.peak_bytes for stage in simulation.stages), simulation.makespan_ms)
+    schedule = program.schedule
+    placed = placed_parts(costs, schedule)
+    simulation = simulate(program, Costs.of_parts(costs, schedule), *saved_and_left_bytes(placed))
+    each = zip(simulation.stages, whole_backward_bytes(placed, schedule), strict=True)
+    return Point(name, max(stage.peak_bytes + more for stage, more in each), simulation.makespan_ms)

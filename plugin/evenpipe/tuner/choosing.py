@@ -13,7 +13,6 @@ from evenpipe.runtime.resources import highest_of_all
 from evenpipe.runtime.timing import sending_gbps
 from evenpipe.schedule import (
     AUTO,
-    BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
@@ -34,7 +33,7 @@ from evenpipe.schedule.search.costs import RunCosts
 from evenpipe.schedule.search.problem import Problem
 from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.schedule.spec import halved
-from evenpipe.simulate.costs import Costs, Wire, placed_parts, saved_and_left_bytes
+from evenpipe.simulate.costs import Costs, Wire, placed_parts, saved_and_left_bytes, whole_backward_bytes
 from evenpipe.simulate.searched import searched
 from evenpipe.simulate.simulator import simulate
 from evenpipe.tuner.part_watch import PartWatch
@@ -142,13 +141,8 @@ def _weighed(name: str, program: Program, costs: RunCosts, byte_ms: float) -> Op
         if link.kind in ("evict", "load")
     }
     simulated = simulate(program, replace(Costs.of_parts(costs, schedule), links=between), saved, left)
-    # A whole backward holds for a moment what its two halves hold between them.
-    grown = [max(one.grown_bytes for one in row) for row in placed]
-    peaks = (
-        stage.peak_bytes + (more if any(action.kind == BACKWARD for action in row) else 0)
-        for stage, more, row in zip(simulated.stages, grown, schedule.actions, strict=True)
-    )
-    return Option(name, program, simulated.makespan_ms, tuple(peaks))
+    each = zip(simulated.stages, whole_backward_bytes(placed, schedule), strict=True)
+    return Option(name, program, simulated.makespan_ms, tuple(stage.peak_bytes + more for stage, more in each))
 
 
 class ChoiceLoop(SearchLoop):

@@ -75,7 +75,10 @@ def test_a_script_keeps_flags_of_its_own_whose_names_are_ours_too(first):
     [
         (["--evenpipe-scedule", "a"], "--evenpipe-scedule: there is no such flag: did you mean --evenpipe-schedule?"),
         (["--evenpipe-trase=t.json"], "--evenpipe-trase: there is no such flag: did you mean --evenpipe-trace?"),
-        (["--evenpipe-"], "--evenpipe-: there is no such flag: there are --evenpipe-schedule, bpipe, swap, group-size, "),
+        (
+            ["--evenpipe-"],
+            "--evenpipe-: there is no such flag: there are --evenpipe-schedule, bpipe, swap, group-size, ",
+        ),
         (["--evenpipe-schedule"], "argument --evenpipe-schedule: expected one argument"),
     ],
 )

@@ -20,6 +20,8 @@ def balanced_layout(
     and there to the fastest part, which is optimal for equal layers. A tie goes to the later stage or part: earlier
     ones hold more micro-batches.
     """
+    if len(owners) == 1:
+        return (layers,)
     found = [0, *[1] * (len(owners) - 2), 0]
     of_stage: dict[int, list[tuple[float, int]]] = {}
     room = list(most or [layers] * len(each))

@@ -58,6 +58,10 @@ class Callbacks:
     def call_and_agree(self, event: str) -> None:
         """Call `event`; what a callback then asks for on any rank is asked for on all. All ranks call this alike."""
         self.call(event)
+        self.agree()
+
+    def agree(self) -> None:
+        """Have all ranks ask for what callbacks asked for on any. All ranks call this alike."""
         asked = torch.tensor([float(getattr(self.control, name)) for name in _ASKED], device=self._device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)
         for name, value in zip(_ASKED, asked.tolist(), strict=True):

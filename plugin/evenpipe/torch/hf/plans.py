@@ -74,17 +74,21 @@ class Plans:
         path = self._folder / f"plan{self._number}.json"
         self._number += 1
         made: list[_Made | None] = [None]
+        cause: Exception | None = None
         if dist.get_rank() == 0:
             try:
                 with torch.random.fork_rng(devices=[]):
                     made = [self._written(inputs, counted, path)]
             except (TraceError, ScheduleError, ValueError, OSError) as error:
                 made = [_Made({}, False, str(error))]
+            except Exception as error:  # the other ranks wait for whatever it is
+                cause, line = error, f"{type(self._model).__name__}: cannot be traced: {type(error).__name__}: {error}"
+                made = [_Made({}, False, line.partition("\n")[0])]
         dist.broadcast_object_list(made, src=0)
         [found] = made
         assert found is not None, "the first rank has sent it"
         if found.wrong is not None:
-            raise ModelError(found.wrong)
+            raise ModelError(found.wrong) from cause
         for name, content in found.files.items():
             (self._folder / name).write_bytes(content)
         return path, found.counts

@@ -158,6 +158,8 @@ class PipelineTrainer:
         All ranks call it. Raises ModelError.
         """
         args, callbacks = self.args, self._callbacks
+        if self.train_dataset is None:
+            raise ModelError("train: on which data? Give train_dataset=")
         per_epoch = len(self.train_dataset) // self._batch_samples
         if not per_epoch:
             raise ModelError(
@@ -207,6 +209,9 @@ class PipelineTrainer:
                     self.evaluate()
                 if callbacks.control.should_save:
                     self._save_checkpoint(optimizer, scheduler)
+            callbacks.agree()  # on what those of logs, evaluations and checkpoints asked for
+            if callbacks.control.should_epoch_stop:
+                raise ModelError("should_epoch_stop: an epoch does not end early here: set should_training_stop")
             if callbacks.control.should_training_stop:
                 break
         total += self._sum(unlogged)
@@ -238,6 +243,8 @@ class PipelineTrainer:
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """Return `eval_loss`, the mean over all labels that count, without dropout. All ranks call it."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if not dataset:
+            raise ModelError("evaluate: on which data? Give eval_dataset= with a sample at least")
         total, weight = 0.0, 0.0
         for start in range(0, len(dataset), self._batch_samples):
             numbers = range(start, min(start + self._batch_samples, len(dataset)))
