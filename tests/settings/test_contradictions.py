@@ -96,7 +96,8 @@ CASES = [
         "the memory of micro-batches that stay on the device: give --group-size a number or --evenpipe-schedule "
         "another name, or leave --evenpipe-swap out",
         'evenpipe.swap: 0.5: "group_size": "auto", "schedule": "searched" and "schedule": "auto" choose by the '
-        "memory of micro-batches that stay on the device: give group_size a number or schedule another name, or leave swap out",
+        "memory of micro-batches that stay on the device: give group_size a number or schedule another name, or leave "
+        "swap out",
     ),
     (
         {"schedule": "2bw", "swap": 0.5},
