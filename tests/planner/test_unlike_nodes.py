@@ -183,7 +183,7 @@ def test_a_listed_cluster_has_its_own_size(tmp_path: Path) -> None:
 
 def test_tensor_parallel_ranks_are_never_on_two_kinds(tmp_path: Path) -> None:
     own = listed(tmp_path, [{"device": "h100", "count": 3}, {"device": "a100-80gb", "count": 1}], gpus_per_node=4)
-    with pytest.raises(EstimateError, match=r"tensor_parallel=8: .* no divisor of the 12 GPUs on nodes 0-2 .h100.,"):
+    with pytest.raises(EstimateError, match=r"tensor_parallel=8: .* no divisor of the 12 GPUs on nodes 0-2 .h100.:"):
         estimate(MODEL, own, Run(64, tensor=8, stages=2, data=1), MEGATRON)
 
 

@@ -92,11 +92,12 @@ CASES = [
     ),
     (
         {"schedule": "searched", "swap": 0.5},
-        "--evenpipe-swap 0.5: --group-size auto and --evenpipe-schedule searched choose by the memory of micro-batches "
-        "that stay on the device: give --group-size a number or --evenpipe-schedule another name, or leave "
-        "--evenpipe-swap out",
-        'evenpipe.swap: 0.5: "group_size": "auto" and "schedule": "searched" choose by the memory of micro-batches '
-        "that stay on the device: give group_size a number or schedule another name, or leave swap out",
+        "--evenpipe-swap 0.5: --group-size auto, --evenpipe-schedule searched and --evenpipe-schedule auto choose by "
+        "the memory of micro-batches that stay on the device: give --group-size a number or --evenpipe-schedule "
+        "another name, or leave --evenpipe-swap out",
+        'evenpipe.swap: 0.5: "group_size": "auto", "schedule": "searched" and "schedule": "auto" choose by the '
+        "memory of micro-batches that stay on the device: give group_size a number or schedule another name, or leave "
+        "swap out",
     ),
     (
         {"schedule": "2bw", "swap": 0.5},

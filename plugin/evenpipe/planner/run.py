@@ -308,8 +308,8 @@ class Run:
         for kind in cluster.groups:
             if kind.gpus % (self.tensor * self.context):
                 raise EstimateError(
-                    f"tensor_parallel={self.tensor}: tensor × context {self.context} is no divisor of the {kind.gpus} "
-                    f"GPUs on {kind.name}, and its ranks are all on one kind: divide less, or list the nodes otherwise"
+                    f"tensor_parallel={self.tensor}: × context {self.context}, all on one kind of node, is no "
+                    f"divisor of the {kind.gpus} GPUs on {kind.name}: divide less, or list the nodes otherwise"
                 )
         self._divides("context_parallel", self.context, model.sequence, f"{model.name}'s sequence")
         if self.expert > 1 and model.experts is None:

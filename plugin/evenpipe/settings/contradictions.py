@@ -147,7 +147,8 @@ CONTRADICTIONS: Final = (
     Contradiction(
         "swap",
         lambda config: config.swap is not None and config.measures,
-        "{group_size:auto} and {schedule:searched} choose by the memory of micro-batches that stay on the device",
+        "{group_size:auto}, {schedule:searched} and {schedule:auto} choose by the memory of micro-batches that stay on "
+        "the device",
         "give {group_size} a number or {schedule} another name, or leave {swap} out",
     ),
     Contradiction(
