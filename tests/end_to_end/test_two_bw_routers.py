@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -42,14 +41,16 @@ def settings_of(name: str) -> dict[str, Any]:
 
 @contextmanager
 def balanced(owner: Any) -> Iterator[None]:
-    """Inside, `owner` configures models whose routers balance whole batches."""
+    """Inside, `owner` configures models whose routers balance whole batches; what counts tokens is not compiled."""
+    import torch
+
     make: Callable[..., Any] = owner._config
 
     def made(options: TrainOptions, *rest: Any) -> Any:
         [name] = [name for name in CASES if options_of(name) == options]
         return dataclasses.replace(make(options, *rest), **settings_of(name))
 
-    with mock.patch.object(owner, "_config", made):
+    with torch.compiler.set_stance("force_eager"), mock.patch.object(owner, "_config", made):
         yield
 
 
@@ -68,13 +69,6 @@ class Balanced:
 
         with balanced(learner):
             return train_cases(cases, *rest)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def uncompiled() -> Iterator[None]:
-    """What counts tokens would be compiled, for a device."""
-    with mock.patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
-        yield
 
 
 @pytest.fixture(scope="module")
