@@ -42,6 +42,19 @@ def script(name: str, *arguments: str) -> tuple[str, ...]:
 
 EVENPIPE: Final = ("-m", "evenpipe")
 T5: Final = ("--model", "t5-v1.1-large", "--stages", "8", "--micro-batch-size", "16", "--memory-gib", "40")
+NEXT_TO_NO_BUBBLE: Final = (
+    *("--cases", "8x16", "8x16,uneven"),
+    *(
+        "--only",
+        "EvenPipe: 1F1B",
+        "ZBV",
+        "EvenPipe: ZB-H",
+        "V-Half",
+        "torch: DualPipeV",
+        "EvenPipe: DualPipeV",
+        "searched",
+    ),
+)
 SMALL: Final = ("--cases", "4x4", "8x8", "--repeats", "3", "--batches", "6")
 JOBS: Final = (
     Job("demo", 0.5, (*EVENPIPE, "demo"), "demo.png", result=False),
@@ -56,7 +69,8 @@ JOBS: Final = (
     Job("memory", 0.5, script("memory")),
     Job("bpipe_overlap", 2, script("bpipe_overlap"), timed=True),
     Job("overhead", 3, script("overhead"), timed=True),
-    Job("peers", 46, script("peers"), "peers.png", timed=True),
+    Job("peers", 60, script("peers"), "peers.png", timed=True),
+    Job("zero_bubble_peers", 10, script("peers", *NEXT_TO_NO_BUBBLE), timed=True),
     Job("bubbles", 8, script("bubbles"), timed=True),
     Job("corrections", 4, script("corrections", "--repeats", "9", "--batches", "2"), timed=True),
     Job("bubbles_in_a_script", 6, script("bubbles", *SMALL), checkout=True, timed=True),

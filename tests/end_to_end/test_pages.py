@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from datetime import date, timedelta
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_a_result_says_by_what_when_on_what_and_with_which_versions(path):
     assert {"platform", "processor", "cpus", "load_before", "load_after"} <= set(document["machine"])
     assert {"python", "torch", "evenpipe", "megatron-core", "deepspeed"} <= set(document["versions"])
     (job,) = (job for job in JOBS if job.name == path.stem)
-    words = document["command"].split()
+    words = shlex.split(document["command"])
     assert words[1] == f"benchmarks/{Path(job.command[0]).name}"
     assert words[2 : 1 + len(job.command)] == [*job.command[1:]]
 
