@@ -133,14 +133,23 @@ def agreed(stepped: Stepped) -> tuple[bool, float]:
 
 def measure(rank: int, setting: Setting, tick: Tick) -> dict[str, list[float]]:
     """In each process: milliseconds of a batch in every round, per variant."""
+
+    def make(accelerator: Accelerator) -> dict[str, Variant]:
+        return {name: Variant(name, options_of(setting, name), accelerator, rank) for name in VARIANTS}
+
+    return in_turns(setting, make, tick)
+
+
+def in_turns(setting: Setting, make: Callable[[Accelerator], dict[str, Variant]], tick: Tick) -> dict[str, list[float]]:
+    """In each process: milliseconds of a batch in every round, of each variant that `make` makes; they take turns."""
     warnings.simplefilter("ignore")
     cpu_mode().apply()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=setting.stages)
     accelerator = Accelerator(setting.forward_ms, 2 * setting.forward_ms)
     follow_waits(accelerator)
     slow_second_halves(accelerator)
-    variants = {name: Variant(name, options_of(setting, name), accelerator, rank) for name in VARIANTS}
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    variants = make(accelerator)
+    times: dict[str, list[float]] = {name: [] for name in variants}
     with open(os.devnull, "w") as log:
         for _ in range(setting.repeats):
             for name, variant in variants.items():

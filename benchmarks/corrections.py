@@ -8,26 +8,16 @@ passes over the weights would not: those of so small a model take no time.
 
 from __future__ import annotations
 
-import os
-import warnings
 from statistics import median
 from typing import get_args
 
-import torch
-import torch.distributed as dist
-from bubbles import MODEL, Variant, options_of
-from emulation import Accelerator, clock_ms
+from bubbles import MODEL, Variant, in_turns, options_of
+from emulation import Accelerator
 from flushes import Setting, add_flags, common, settings_of
 from harness import Benchmark, Tick, prepare_to_fork, progress_bar, run_in_processes
 from rich.table import Table
-from sleeping_stages import follow_waits, slow_second_halves
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-
-    from evenpipe.megatron.cpu_mode import cpu_mode
-    from evenpipe.schedule import DelayCorrection
+from evenpipe.schedule import DelayCorrection
 
 CORRECTIONS: tuple[str, ...] = get_args(DelayCorrection)
 CASES = ("4x4",)
@@ -35,29 +25,13 @@ CASES = ("4x4",)
 
 def measure(rank: int, setting: Setting, tick: Tick) -> dict[str, list[float]]:
     """In each process: milliseconds of a batch in every round, per correction."""
-    warnings.simplefilter("ignore")
-    cpu_mode().apply()
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=setting.stages)
-    accelerator = Accelerator(setting.forward_ms, 2 * setting.forward_ms)
-    follow_waits(accelerator)
-    slow_second_halves(accelerator)
     options = options_of(setting)
-    variants = {
-        name: Variant("2bw", options.model_copy(update={"delay_correction": name}), accelerator, rank)
-        for name in CORRECTIONS
-    }
-    times: dict[str, list[float]] = {name: [] for name in CORRECTIONS}
-    with open(os.devnull, "w") as log:
-        for _ in range(setting.repeats):
-            for name, variant in variants.items():
-                dist.barrier()
-                accelerator.not_before(clock_ms())
-                starts = variant.run(setting.warm_up + setting.batches, log.write)[setting.warm_up :]
-                took = torch.tensor((starts[-1] - starts[0]) / setting.batches, dtype=torch.float64)
-                dist.all_reduce(took, dist.ReduceOp.MAX)
-                times[name].append(took.item())
-                tick()
-    return times
+
+    def make(accelerator: Accelerator) -> dict[str, Variant]:
+        each = {name: options.model_copy(update={"delay_correction": name}) for name in CORRECTIONS}
+        return {name: Variant("2bw", corrected, accelerator, rank) for name, corrected in each.items()}
+
+    return in_turns(setting, make, tick)
 
 
 def main() -> None:

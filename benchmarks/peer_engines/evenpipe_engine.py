@@ -84,7 +84,7 @@ def _peer(
 
 @cache
 def _found(setting: Setting, memory: int) -> Program:
-    """What is searched for the setting's times, of a stage that has room for `memory` micro-batches."""
+    """Return a schedule searched for the setting's times; each stage has room for `memory` micro-batches."""
     count = 2 * setting.stages
     parts = [
         PartCosts(

@@ -41,7 +41,7 @@ class Setting(NamedTuple):
         return self.micro_batches * (self.forward_ms + self.input_ms + self.weight_ms) * stages
 
     def share(self, position: int, chunks: int) -> float:
-        """Of a stage's time, what one of `chunks` parts a stage takes (one or two)."""
+        """Return a part's share of a stage's time; a stage has `chunks` parts (one or two)."""
         halves = [1.0] * (2 * self.stages)
         if self.uneven:
             halves[0], halves[-1] = 1.05, 1.3

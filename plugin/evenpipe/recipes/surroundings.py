@@ -1,4 +1,4 @@
-"""What a line of Megatron-LM's starts on, where the line does not say it, and the planner's words in its flags."""
+"""Defaults for a line of Megatron-LM: its cluster and allocator; and its flags in place of the planner's."""
 
 from __future__ import annotations
 

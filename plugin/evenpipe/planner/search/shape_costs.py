@@ -35,7 +35,7 @@ class Shape(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a schedule holds: the least number of live units on each stage, and the versions of the weights."""
+    """The live units of each stage (a lower bound) and the weight versions of a schedule."""
 
     live: Sequence[int]
     versions: int

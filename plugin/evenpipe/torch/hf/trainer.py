@@ -148,7 +148,7 @@ class PipelineTrainer:
 
     @property
     def log_history(self) -> list[dict[str, float]]:
-        """What was logged so far, as `Trainer.state.log_history` has it."""
+        """The log so far, in the form of `Trainer.state.log_history`."""
         history: list[dict[str, float]] = self._callbacks.state.log_history
         return history
 
