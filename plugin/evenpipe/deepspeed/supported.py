@@ -136,7 +136,8 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         **_present(
             f"{_TOPOLOGY}:PipelineParallelGrid",
             *("stage_to_global", "data_parallel_size", "data_parallel_id", "get_data_parallel_id"),
-            *("get_pipe_parallel_group", "get_slice_parallel_world_size"),
+            *("get_pipe_parallel_group", "get_slice_parallel_world_size", "get_slice_parallel_rank"),
+            "get_model_parallel_group",
         ),
         **_present(f"{_TOPOLOGY}:ProcessTopology", *("mapping", "ProcessCoord", "get_coord", "get_dim", "world_size")),
         **_present(
@@ -166,7 +167,7 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             _ZERO,
             *("cpu_offload", "use_grad_accum_attribute", "bit16_groups_flat", "parallel_partitioned_bit16_groups"),
             *("averaged_gradients", "gradient_accumulation_dtype", "partition_count", "params_in_partition"),
-            *("first_offset", "overflow", "loss_scale"),
+            *("first_offset", "overflow", "loss_scale", "model_parallel_rank"),
         ),
         **_present("deepspeed.accelerator", "get_accelerator"),
         **_present("deepspeed.pipe", "LayerSpec", "TiedLayerSpec", "PipelineModule"),
@@ -174,6 +175,7 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         "deepspeed.checkpoint.utils:clone_tensors_for_torch_save": PRESENT,
         "deepspeed.runtime.state_dict_factory:SDLoaderFactory.get_sd_loader": PRESENT,
         "deepspeed.runtime.utils:set_random_seed": "(seed)",
+        "deepspeed.runtime.utils:is_model_parallel_parameter": "(p)",
         CHECKPOINTS[0]: "(function, *args, **kwargs)",
         CHECKPOINTS[1]: "(function, *args)",
     }
@@ -236,6 +238,6 @@ _REASONS: Mapping[str, str] = {
         _ZERO,
         _STEP,
         *("scaled_global_norm", "check_overflow", "_update_scale", "_model_parallel_all_reduce", "overflow"),
-        "loss_scale",
+        *("loss_scale", "model_parallel_rank"),
     ),
 }

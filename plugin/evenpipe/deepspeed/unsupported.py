@@ -132,12 +132,6 @@ def _not_with_a_plan(engine: Any) -> Iterator[str]:
 
 def _not_with_two_bw(engine: Any, gradients: object | None) -> Iterator[tuple[str, str, str]]:
     """Yield what is not available with 2bw, the property of 2bw that is the reason, and the remedy."""
-    if engine.is_model_parallel:
-        yield (
-            "a topology with model parallelism is",
-            "sums the norm over stages, and not over the shards of one",
-            "use data and pipeline parallelism only",
-        )
     if gradients is None:
         yield (
             f"the optimizer {type(engine.optimizer).__name__} with these settings is",

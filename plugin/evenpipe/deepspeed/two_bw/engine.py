@@ -141,7 +141,9 @@ class TwoBWEngine(EvenPipeEngine):
     def _parts(self, checkpoint: Path) -> list[side_file.Part]:
         # DeepSpeed saves a tied layer as the first stage has it, whose parameters beside the tied one differ.
         saved = [weight for weight in self.module.parameters() if not getattr(weight, "ds_pipe_replicated", False)]
-        parts = [side_file.Part([checkpoint / f"evenpipe_2bw_stage_{self.stage_id:02d}.pt"], saved)]
+        # As DeepSpeed names the files of model-parallel ranks.
+        shard = f"-model_{self._gradients.shard:02d}" if self.is_model_parallel else ""
+        parts = [side_file.Part([checkpoint / f"evenpipe_2bw_stage_{self.stage_id:02d}{shard}.pt"], saved)]
         if self.two_bw.correction is not None and self.two_bw.correction.own:
             path = checkpoint / f"evenpipe_2bw_rank_{self.global_rank:05d}.pt"
             parts.append(side_file.Part([path], saved, own=True))

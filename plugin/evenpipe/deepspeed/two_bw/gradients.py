@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor
 
 from evenpipe.runtime.exchange import Exchange
@@ -38,11 +39,14 @@ class EngineGradients(Gradients):
 
     def __init__(self, engine: Any, decides: bool, weights: Sequence[Tensor] = ()) -> None:
         self._optimizer = optimizer = engine.optimizer
+        #: Which of the stage's model-parallel ranks this is.
+        self.shard: int = engine.grid.get_slice_parallel_rank()
         self._ties = _Ties(engine, self)
         self._sums = TiedSums()
         self._norm = 0.0  # of gradients that are multiplied by the loss scale
         self.versions = WeightVersions(list(engine.module.parameters()), weights)
-        self.exchange = Exchange(engine.grid.get_pipe_parallel_group(), 1, engine.device) if decides else None
+        # Of one replica's ranks: all stages, and all shards of each.
+        self.exchange = Exchange(engine.grid.get_model_parallel_group(), 1, engine.device) if decides else None
         if engine.fp16_enabled():
             self.loss_scale = LossScale(lambda: optimizer.loss_scale, optimizer._update_scale)
         self.decides = decides
@@ -133,14 +137,23 @@ class EngineGradients(Gradients):
 
     @abstractmethod
     def _squares(self) -> Tensor:
-        """Return the sum of squares of the gradients that this stage counts; not a number if one is none.
+        """Return the sum of squares of the gradients that this rank counts; not a number if one is none.
 
         A double of no dimension on the device, so that the host need not wait for the batch's last backward.
         """
 
     @abstractmethod
     def _step(self, step: Callable[[], Any], norm: float) -> None:
-        """Call `step` with the kept gradients in place, and with `norm` as the norm over all stages; let go of them."""
+        """Call `step` with the kept gradients in place, and with `norm` as that of the whole model; let go of them."""
+
+    def _norm_of(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        """Return the norm of the `gradient` of a `weight` that no other stage counts, in fp32, on the device.
+
+        A weight that is not cut among a stage's model-parallel ranks is counted by the first of them, as DeepSpeed does
+        it. On the others the norm is 0, or not a number: an overflow that only they have is one too.
+        """
+        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        return norm if self.shard == 0 or is_model_parallel_parameter(weight) else norm * 0
 
     @contextmanager
     def _at_its_scale(self) -> Iterator[None]:
@@ -178,8 +191,10 @@ class _Ties:
         summed_over = {id(comm["group"]): comm["group"] for comm in comms.values()}
         if gradients.sharded:
             # A replica keeps other parts of a weight on each stage: so each gives what it has, and zeros for the rest.
-            wide = _across_replicas({key: comm["ranks"] for key, comm in comms.items()})
-            summed_over = {id(comm["group"]): wide[key] for key, comm in comms.items()}
+            # Model-parallel ranks of a stage keep a tie each, of other parts of the weight.
+            of_shard = {f"{key}/{gradients.shard}": comm for key, comm in comms.items()}
+            wide = _across_replicas({key: comm["ranks"] for key, comm in of_shard.items()})
+            summed_over = {id(comm["group"]): wide[key] for key, comm in of_shard.items()}
         self._ties = [
             _Tie(weight, summed_over[id(group)], is_first[id(group)])
             for weight, group in engine.module.get_tied_weights_and_groups()

@@ -54,7 +54,7 @@ class _OwnGradients(EngineGradients):
         return sum(held_gradient_bytes(weight.numel(), weight.element_size(), 1) for weight in self._parameters)
 
     def _squares(self) -> Tensor:
-        return _sum_of_squares([_norm(gradient) for weight, gradient in self._own.kept if _is_counted(weight)])
+        return _sum_of_squares([self._norm_of(*pair) for pair in self._own.kept if _is_counted(pair[0])])
 
     def _step(self, step: Callable[[], Any], norm: float) -> None:
         with self._own.in_place():
@@ -159,7 +159,7 @@ class FlatGradients(EngineGradients):
         self._there = [list(there) for there in optimizer.fp32_groups_has_gradients]
         groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, self._there, strict=True)
         self._norms = [
-            (weight, _norm(gradient))
+            (weight, self._norm_of(weight, gradient))
             for group in groups
             for weight, gradient, is_there in zip(*group, strict=True)
             if is_there and _is_counted(weight)
@@ -188,7 +188,10 @@ class FlatGradients(EngineGradients):
 
     def _squares(self) -> Tensor:
         return _sum_of_squares(
-            [_norm(self._tied[id(weight)].whole) if id(weight) in self._tied else norm for weight, norm in self._norms]
+            [
+                self._norm_of(weight, self._tied[id(weight)].whole) if id(weight) in self._tied else norm
+                for weight, norm in self._norms
+            ]
         )
 
     def _step(self, step: Callable[[], Any], norm: float) -> None:
@@ -250,6 +253,15 @@ class ShardedGradients(EngineGradients):
 
     def _squares(self) -> Tensor:
         optimizer = self._optimizer
+        squares = self._counted()
+        if (shard := optimizer.model_parallel_rank) > 0:
+            optimizer.model_parallel_rank = 0  # which counts all: an overflow in what the first one counts is one here
+            squares = squares + 0 * self._counted()
+            optimizer.model_parallel_rank = shard
+        return squares
+
+    def _counted(self) -> Tensor:
+        optimizer = self._optimizer
         norms = torch.stack(
             [
                 optimizer.get_grad_norm_direct(optimizer.averaged_gradients[group], parameters).double()
@@ -306,11 +318,6 @@ def _packed(pieces: Sequence[Tensor]) -> list[Tensor]:
 def _is_counted(weight: Tensor) -> bool:
     """Return whether this stage counts its gradient, and not another stage that has the weight too."""
     return not getattr(weight, "ds_pipe_replicated", False)
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-    return norm
 
 
 def _sum_of_squares(norms: list[Tensor]) -> Tensor:
