@@ -18,7 +18,7 @@ from tests.deepspeed.job import run_cases
 from tests.selected import marked, selected
 
 pytest.importorskip("deepspeed")
-from evenpipe.deepspeed.two_bw.gradients import EngineGradients  # noqa: E402
+from evenpipe.deepspeed.two_bw.gradients import EngineGradients
 
 _ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}}
 _SGD = {
