@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from evenpipe.deepspeed.section import SectionError
-from evenpipe.deepspeed.unsupported import refuse_for_two_bw
 from tests.deepspeed.job import run_cases
 from tests.selected import marked, selected
 
@@ -285,12 +283,6 @@ def test_what_two_bw_cannot_do_is_said_in_one_line(results: dict[str, Any]) -> N
         for rank in results[line]:
             assert str(rank["refused"]).startswith("evenpipe.schedule: "), line
             assert line in rank["refused"]
-
-
-def test_experts_are_refused_with_a_reason() -> None:
-    engine = SimpleNamespace(has_moe_layers=True, optimizer=None)
-    with pytest.raises(SectionError, match=r"^evenpipe\.schedule: layers of experts are .*, and experts have replicas"):
-        refuse_for_two_bw(engine, object())
 
 
 def test_another_data_iterator_and_one_that_ended_are_said_in_one_line(results: dict[str, Any]) -> None:

@@ -152,12 +152,12 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             _BF16,
             *("using_real_optimizer", "mpu", "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups"),
             *("fp32_groups_gradients", "fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"),
-            *("fp32_groups_has_gradients", "partition_count", "immediate_grad_update"),
+            *("fp32_groups_has_gradients", "partition_count", "immediate_grad_update", "has_moe_layers"),
         ),
         **_present(
             _FUSED,
             *("fused_adam_legacy", "fp16_groups_flat", "mpu", "overflow_checker", "_global_grad_norm", "overflow"),
-            "loss_scale",
+            *("loss_scale", "has_moe_layers"),
         ),
         **_present(
             _UNFUSED,
@@ -176,6 +176,11 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         "deepspeed.runtime.state_dict_factory:SDLoaderFactory.get_sd_loader": PRESENT,
         "deepspeed.runtime.utils:set_random_seed": "(seed)",
         "deepspeed.runtime.utils:is_model_parallel_parameter": "(p)",
+        "deepspeed.moe.utils:is_moe_param": "(param)",
+        **_present("deepspeed.moe.layer:MoE", "expert_group_name"),
+        "deepspeed.utils.groups:_get_expert_parallel_group": "(group_name)",
+        "deepspeed.utils.groups:_get_expert_parallel_rank": "(group_name)",
+        "deepspeed.utils.groups:_get_expert_data_parallel_rank": "(group_name)",
         CHECKPOINTS[0]: "(function, *args, **kwargs)",
         CHECKPOINTS[1]: "(function, *args)",
     }
@@ -223,7 +228,16 @@ _REASONS: Mapping[str, str] = {
         *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     ),
     **_of(ENGINE, "2bw: losses travel with gradients", "is_pipe_parallel", "dp_group_loss", "agg_additional_losses"),
-    **_of(_BF16, _STEP, "mpu", "fp32_groups_gradient_flat_partition", "get_grads_for_norm", "clear_hp_grads"),
+    **_of(_FUSED, _STEP, "has_moe_layers"),
+    **_of(
+        _BF16,
+        _STEP,
+        "mpu",
+        "has_moe_layers",
+        "fp32_groups_gradient_flat_partition",
+        "get_grads_for_norm",
+        "clear_hp_grads",
+    ),
     **{
         symbol: reason
         for each in (_FUSED, _UNFUSED)

@@ -11,7 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils import groups
 from torch import Tensor
 
 from evenpipe.runtime.exchange import Exchange
@@ -19,7 +21,7 @@ from evenpipe.runtime.heartbeat import job_timeout
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.two_bw.gradients import Gradients, LossScale, Outcome, TiedSums
 
-__all__ = ["EngineGradients"]
+__all__ = ["EngineGradients", "experts_of"]
 
 
 class EngineGradients(Gradients):
@@ -41,6 +43,10 @@ class EngineGradients(Gradients):
         self._optimizer = optimizer = engine.optimizer
         #: Which of the stage's model-parallel ranks this is.
         self.shard: int = engine.grid.get_slice_parallel_rank()
+        names = {name for weight in engine.module.parameters() if (name := experts_of(weight)) is not None}
+        #: By the name of a group of experts, the ranks among which they are dealt out: alike on all ranks of a stage.
+        self.experts = {name: groups._get_expert_parallel_group(name) for name in sorted(names)}
+        self._device = engine.device
         self._ties = _Ties(engine, self)
         self._sums = TiedSums()
         self._norm = 0.0  # of gradients that are multiplied by the loss scale
@@ -155,6 +161,20 @@ class EngineGradients(Gradients):
         norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         return norm if self.shard == 0 or is_model_parallel_parameter(weight) else norm * 0
 
+    def _sum_of_squares(self, norms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the sum of squares of weights' `norms`, a double; of experts, over all ranks that have others."""
+        total = self._squared([norm for weight, norm in norms if experts_of(weight) is None])
+        for name, group in self.experts.items():
+            of_experts = self._squared([norm for weight, norm in norms if experts_of(weight) == name])
+            dist.all_reduce(of_experts, group=group)
+            total = total + of_experts
+        return total
+
+    def _squared(self, norms: list[Tensor]) -> Tensor:
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.stack(norms).double().square().sum()
+
     @contextmanager
     def _at_its_scale(self) -> Iterator[None]:
         """Inside, the loss scale is that of the submitted batch, and stays it."""
@@ -170,6 +190,11 @@ class EngineGradients(Gradients):
         finally:
             del optimizer._update_scale
             optimizer.loss_scale = present
+
+
+def experts_of(weight: Any) -> str | None:
+    """Return the name of the group of experts that `weight` is of; None for one that all replicas have."""
+    return weight.group_name if is_moe_param(weight) else None
 
 
 class _Tie(NamedTuple):
