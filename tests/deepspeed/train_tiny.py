@@ -28,6 +28,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
+from shards import ShardedBlock, ShardedEmbedding, Shards, project_sharded
 
 evenpipe.deepspeed.install()
 
@@ -50,6 +51,7 @@ class Case(NamedTuple):
     checkpoints_itself: bool = False  # layers call DeepSpeed's function
     dropout: bool = False
     model_parallel: bool = False  # two processes a stage, which compute the same
+    sharded: bool = False  # or which have half of each linear layer
     evaluate: bool = False
     measure: bool = False
     decay: str = ""  # of matrices only: the groups of parameters are a list, an optimizer's or a function's
@@ -117,10 +119,17 @@ def loss_of(output: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.float().view(-1, VOCABULARY), labels.view(-1))
 
 
-def layers(case: Case) -> list[Any]:
+def layers(case: Case, shards: Shards = Shards()) -> list[Any]:  # noqa: B008 (a value)
     def paired(kind: type[nn.Module]) -> LayerSpec:
         return LayerSpec(Paired, kind) if case.pair else LayerSpec(kind)
 
+    if case.sharded:
+        embedding = VOCABULARY, HIDDEN, SEQUENCE, shards
+        ends = [
+            TiedLayerSpec("embedding", ShardedEmbedding, *embedding, forward_fn=forward, tied_weight_attr="weight.0")
+            for forward in (None, project_sharded)
+        ]
+        return [ends[0], *(LayerSpec(ShardedBlock, HIDDEN, shards) for _ in range(case.blocks)), ends[1]]
     block = CheckpointedBlock if case.checkpoints_itself else DroppingBlock if case.dropout else Block
     blocks = [paired(block) for _ in range(case.blocks)]
     if case.late_tie:
@@ -151,13 +160,17 @@ def _length(batch: int, number: int) -> int:
 
 def engine_of(case: Case) -> tuple[Any, Any]:
     """An engine, and the micro-batches of its replica."""
+    laid, shards = {"num_stages": case.stages}, Shards()
+    if case.model_parallel or case.sharded:
+        topology = PipeModelDataParallelTopology(num_pp=case.stages, num_mp=2, num_dp=RANKS // case.stages // 2)
+        laid = {"topology": topology}
+        for ranks in topology.get_axis_comm_lists("model"):
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                shards = Shards(ranks.index(dist.get_rank()), group)
     net = PipelineModule(
-        layers(case),
-        **(
-            {"topology": PipeModelDataParallelTopology(num_pp=case.stages, num_mp=2, num_dp=1)}
-            if case.model_parallel
-            else {"num_stages": case.stages}
-        ),
+        layers(case, shards),
+        **laid,
         loss_fn=loss_of,
         seed_layers=True,
         base_seed=7,

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from shards import SHARDS, project_sharded
 from torch import Tensor, nn
 from train_tiny import Case, digest, layers, loss_of, project
 
@@ -22,22 +23,24 @@ class _Model:
 
     def __init__(self, case: Case, parts: Sequence[int]) -> None:
         self.named: list[tuple[int, str, nn.Parameter]] = []
-        self.tied: list[nn.Parameter] = []
+        self.ties: list[list[nn.Parameter]] = []  # both ends of each tied weight
         self._layers: list[Any] = []
         for number, spec in enumerate(layers(case)):
             torch.manual_seed(7 + number)
             name, layer = str(number), spec.build()
-            if case.tied and number in (0, case.blocks + 1):
+            if (case.tied or case.sharded) and number in (0, case.blocks + 1):
                 name = "tied_modules.embedding"
-                if self.tied:
-                    layer.weight.data = self.tied[0].detach().clone()  # and not the rest of it
-                self.tied.append(layer.weight)
+                ends = list(layer.weight) if case.sharded else [layer.weight]
+                for (first, *_), end in zip(self.ties, ends, strict=False):
+                    end.data = first.detach().clone()  # and not the rest of the layer
+                self.ties = [[*tie, end] for tie, end in zip(self.ties or [[]] * len(ends), ends, strict=True)]
             layer.to(_precision(case.config))
             self._layers.append(layer)
             stage = sum(number >= start for start in parts[1:-1])
             self.named += [(stage, f"{name}.{part}", weight) for part, weight in layer.named_parameters()]
-        if case.tied:
-            self._last: Any = functools.partial(project, self._layers[-1])
+        self.shards = SHARDS if case.sharded else 1
+        if case.tied or case.sharded:
+            self._last: Any = functools.partial(project_sharded if case.sharded else project, self._layers[-1])
         else:
             self._last = self._layers[-1]
         self.parameters = [weight for _, _, weight in self.named]
@@ -112,7 +115,10 @@ def train_two_bw(
     return {
         "losses": [float(loss).hex() for loss in losses],
         "evaluated": [float(loss).hex() for loss in others],
-        "weights": [[name, digest(weight)] for _, name, weight in model.named],
+        # A process names the shard that it has as if it were the only one.
+        "weights": [
+            [name.removesuffix(".1") + ".0" * name.endswith(".1"), digest(weight)] for _, name, weight in model.named
+        ],
         "skipped": skipped,
         "scales": scales,
     }
@@ -176,23 +182,31 @@ def _mean(values: list[Tensor]) -> Tensor:
 
 
 def _tie(model: _Model, gradients: list[Tensor]) -> None:
-    places = [place for place, weight in enumerate(model.parameters) if any(weight is one for one in model.tied)]
-    if places:
+    for tie in model.ties:
+        places = [place for place, weight in enumerate(model.parameters) if any(weight is end for end in tie)]
         together = gradients[places[0]] + gradients[places[1]]
         for place in places:
             gradients[place] = together.clone()
 
 
 def _squares(model: _Model, gradients: list[Tensor], sharded: bool) -> float:
-    """The squared norm over all stages, each of which tells its part; of a tied weight, the first end is counted."""
-    norms: dict[int, list[Tensor]] = {}
+    """The squared norm over all ranks, each of which tells its part; of a tied weight, the first end is counted.
+
+    A weight that all shards have is counted by the first of them, and nothing in its place by the others.
+    """
+    copies = [end for _, *others in model.ties for end in others]
     told_in = torch.float64 if sharded else torch.float32
+    norms: dict[tuple[int, int], list[Tensor]] = {}
     for (stage, _, weight), gradient in zip(model.named, gradients, strict=True):
-        if not any(weight is one for one in model.tied[1:]):
-            norms.setdefault(stage, []).append(torch.linalg.vector_norm(gradient, dtype=told_in))
-    if sharded:  # DeepSpeed adds up a stage's itself, and tells it in fp32
-        return sum(torch.stack(one).square().sum().float().sqrt().item() ** 2 for one in norms.values())
-    return sum(torch.stack(one).double().square().sum().item() for one in norms.values())
+        norm = torch.linalg.vector_norm(gradient, dtype=told_in)
+        for shard in range(model.shards) if not any(weight is one for one in copies) else ():
+            own = getattr(weight, "shard", None)
+            if own in (None, shard):
+                norms.setdefault((stage, shard), []).append(norm * 0 if own is None and shard > 0 else norm)
+    of_ranks = [norms[rank] for rank in sorted(norms)]
+    if sharded:  # DeepSpeed adds up a rank's itself, and tells it in fp32
+        return sum(torch.stack(one).square().sum().float().sqrt().item() ** 2 for one in of_ranks)
+    return sum(torch.stack(one).double().square().sum().item() for one in of_ranks)
 
 
 def _clipped(gradients: list[Tensor], norm: float, scale: float, config: dict[str, Any]) -> list[Tensor]:

@@ -223,5 +223,7 @@ def trace_of(engine: Any) -> IterationTrace | None:
 
 
 def _place(engine: Any) -> Place:
-    data, stage = engine.grid.data_parallel_id, engine.stage_id
-    return Place((data, stage), f"stage {stage}, data {data}")
+    grid, stage = engine.grid, engine.stage_id
+    data, shard = grid.data_parallel_id, grid.get_slice_parallel_rank()
+    name = f"stage {stage}, data {data}"
+    return Place((data, shard, stage), f"{name}, model {shard}" if engine.is_model_parallel else name)

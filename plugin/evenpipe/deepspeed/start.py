@@ -93,10 +93,11 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
             with engine_patches(section).in_force():
                 # Imported here: it needs DeepSpeed, and to have been found to be as recorded.
                 from evenpipe.deepspeed.arrange import arrange
-                from evenpipe.deepspeed.unsupported import refuse_configuration
+                from evenpipe.deepspeed.unsupported import refuse_configuration, refuse_uneven_experts
 
                 refuse_configuration(config)
                 arrange(section, config, call.arguments)
+                refuse_uneven_experts(call.arguments["model"])
                 return original(*call.args, **call.kwargs)
         except (SectionError, UpstreamError) as error:
             end_job(str(error))

@@ -136,7 +136,8 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         **_present(
             f"{_TOPOLOGY}:PipelineParallelGrid",
             *("stage_to_global", "data_parallel_size", "data_parallel_id", "get_data_parallel_id"),
-            *("get_pipe_parallel_group", "get_slice_parallel_world_size"),
+            *("get_pipe_parallel_group", "get_slice_parallel_world_size", "get_slice_parallel_rank"),
+            "get_model_parallel_group",
         ),
         **_present(f"{_TOPOLOGY}:ProcessTopology", *("mapping", "ProcessCoord", "get_coord", "get_dim", "world_size")),
         **_present(
@@ -151,12 +152,12 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             _BF16,
             *("using_real_optimizer", "mpu", "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups"),
             *("fp32_groups_gradients", "fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"),
-            *("fp32_groups_has_gradients", "partition_count", "immediate_grad_update"),
+            *("fp32_groups_has_gradients", "partition_count", "immediate_grad_update", "has_moe_layers"),
         ),
         **_present(
             _FUSED,
             *("fused_adam_legacy", "fp16_groups_flat", "mpu", "overflow_checker", "_global_grad_norm", "overflow"),
-            "loss_scale",
+            *("loss_scale", "has_moe_layers"),
         ),
         **_present(
             _UNFUSED,
@@ -166,7 +167,7 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             _ZERO,
             *("cpu_offload", "use_grad_accum_attribute", "bit16_groups_flat", "parallel_partitioned_bit16_groups"),
             *("averaged_gradients", "gradient_accumulation_dtype", "partition_count", "params_in_partition"),
-            *("first_offset", "overflow", "loss_scale"),
+            *("first_offset", "overflow", "loss_scale", "model_parallel_rank"),
         ),
         **_present("deepspeed.accelerator", "get_accelerator"),
         **_present("deepspeed.pipe", "LayerSpec", "TiedLayerSpec", "PipelineModule"),
@@ -174,6 +175,12 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         "deepspeed.checkpoint.utils:clone_tensors_for_torch_save": PRESENT,
         "deepspeed.runtime.state_dict_factory:SDLoaderFactory.get_sd_loader": PRESENT,
         "deepspeed.runtime.utils:set_random_seed": "(seed)",
+        "deepspeed.runtime.utils:is_model_parallel_parameter": "(p)",
+        "deepspeed.moe.utils:is_moe_param": "(param)",
+        **_present("deepspeed.moe.layer:MoE", "expert_group_name"),
+        "deepspeed.utils.groups:_get_expert_parallel_group": "(group_name)",
+        "deepspeed.utils.groups:_get_expert_parallel_rank": "(group_name)",
+        "deepspeed.utils.groups:_get_expert_data_parallel_rank": "(group_name)",
         CHECKPOINTS[0]: "(function, *args, **kwargs)",
         CHECKPOINTS[1]: "(function, *args)",
     }
@@ -221,7 +228,16 @@ _REASONS: Mapping[str, str] = {
         *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     ),
     **_of(ENGINE, "2bw: losses travel with gradients", "is_pipe_parallel", "dp_group_loss", "agg_additional_losses"),
-    **_of(_BF16, _STEP, "mpu", "fp32_groups_gradient_flat_partition", "get_grads_for_norm", "clear_hp_grads"),
+    **_of(_FUSED, _STEP, "has_moe_layers"),
+    **_of(
+        _BF16,
+        _STEP,
+        "mpu",
+        "has_moe_layers",
+        "fp32_groups_gradient_flat_partition",
+        "get_grads_for_norm",
+        "clear_hp_grads",
+    ),
     **{
         symbol: reason
         for each in (_FUSED, _UNFUSED)
@@ -236,6 +252,6 @@ _REASONS: Mapping[str, str] = {
         _ZERO,
         _STEP,
         *("scaled_global_norm", "check_overflow", "_update_scale", "_model_parallel_all_reduce", "overflow"),
-        "loss_scale",
+        *("loss_scale", "model_parallel_rank"),
     ),
 }

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from deepspeed.moe.layer import MoE
+
 from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.section import Section, SectionError
+from evenpipe.runtime.exchange import gather
 from evenpipe.settings.contradictions import one_group
 from evenpipe.settings.spelling import SECTION
 
@@ -16,6 +19,7 @@ __all__ = [
     "refuse_configuration",
     "refuse_for_one_stage",
     "refuse_for_two_bw",
+    "refuse_uneven_experts",
     "refuse_unsupported",
     "said_of_one_stage",
 ]
@@ -27,6 +31,22 @@ def refuse_configuration(config: Mapping[str, Any]) -> None:
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if stage not in (0, 1):
         raise SectionError("", f"zero_optimization.stage {stage}: DeepSpeed's pipelines work with 0 and 1 only: use 1")
+
+
+def refuse_uneven_experts(module: Any) -> None:
+    """Raise SectionError, on rank 0, where not all stages have experts of the same groups; all ranks call it.
+
+    DeepSpeed makes the groups where a stage has such layers, and waits there for all ranks of the job.
+    """
+    names = sorted({layer.expert_group_name for layer in module.modules() if isinstance(layer, MoE)})
+    groups = {stage: tuple(found) for stage, found in gather([module.stage_id, names]) or ()}
+    if len(set(groups.values())) > 1:
+        said = ", ".join(f"stage {stage} {' and '.join(found) or 'none'}" for stage, found in sorted(groups.items()))
+        raise SectionError(
+            "",
+            f"layers of experts ({said}): DeepSpeed waits forever at its start unless all stages have some, of the "
+            'same ep_size: cut the model so, by "partition"',
+        )
 
 
 def refuse_for_one_stage(section: Section) -> None:
@@ -132,23 +152,17 @@ def _not_with_a_plan(engine: Any) -> Iterator[str]:
 
 def _not_with_two_bw(engine: Any, gradients: object | None) -> Iterator[tuple[str, str, str]]:
     """Yield what is not available with 2bw, the property of 2bw that is the reason, and the remedy."""
-    if engine.is_model_parallel:
-        yield (
-            "a topology with model parallelism is",
-            "sums the norm over stages, and not over the shards of one",
-            "use data and pipeline parallelism only",
-        )
     if gradients is None:
         yield (
             f"the optimizer {type(engine.optimizer).__name__} with these settings is",
             "does not know where it keeps the gradients that wait for their step",
             'use ZeRO 0 or 1 with any torch optimizer, no offloading, and in fp16 no other "grad_accum_dtype"',
         )
-    if engine.has_moe_layers:
+    if engine.has_moe_layers and engine.is_model_parallel:
         yield (
-            "layers of experts are",
-            "keeps and counts gradients as all replicas have them, and experts have replicas of their own",
-            "leave them out, or use another schedule",
+            "a topology with model parallelism is, beside layers of experts,",
+            "would count the experts once for each model-parallel rank",
+            "use data, expert and pipeline parallelism only, or another schedule",
         )
     scalers = (engine, "torch_autocast_z0_gradscaler"), (engine.optimizer, "torch_autocast_gradscaler")
     if any(getattr(owner, name, None) is not None for owner, name in scalers):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe import schedule
+from deepspeed.utils import groups
 from torch import Tensor
 
 from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
@@ -18,7 +19,7 @@ from evenpipe.deepspeed.lowering import StreamSchedule
 from evenpipe.deepspeed.section import NAME
 from evenpipe.deepspeed.stage import Boundary, EngineStage
 from evenpipe.deepspeed.two_bw.drain_at_end import drain_at_the_end, let_go
-from evenpipe.deepspeed.two_bw.gradients import EngineGradients
+from evenpipe.deepspeed.two_bw.gradients import EngineGradients, experts_of
 from evenpipe.deepspeed.two_bw.optimizer_kinds import kind_of
 from evenpipe.deepspeed.unsupported import refuse_for_two_bw
 from evenpipe.schedule import BACKWARD, Kind, Stream, Unit
@@ -100,9 +101,8 @@ class TwoBWEngine(EvenPipeEngine):
         """
         self.drain()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        # Replicas hold the same weights: one of them writes.
-        for part in self._parts(Path(save_dir, tag)) if save_dir else ():
-            if part.own or self.grid.get_data_parallel_id() == 0:
+        for part, replica in self._parts(Path(save_dir, tag)) if save_dir else ():
+            if replica == 0:
                 side_file.write(part.paths[0], self.global_steps, tag, self.two_bw, part)
         client_state = {**client_state, NAME: {"schedule": self.evenpipe.schedule}}
         return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
@@ -138,20 +138,31 @@ class TwoBWEngine(EvenPipeEngine):
         self._two_bw = None
         super().__del__()
 
-    def _parts(self, checkpoint: Path) -> list[side_file.Part]:
-        # DeepSpeed saves a tied layer as the first stage has it, whose parameters beside the tied one differ.
-        saved = [weight for weight in self.module.parameters() if not getattr(weight, "ds_pipe_replicated", False)]
-        parts = [side_file.Part([checkpoint / f"evenpipe_2bw_stage_{self.stage_id:02d}.pt"], saved)]
+    def _parts(self, checkpoint: Path) -> list[tuple[side_file.Part, int]]:
+        """Return the parts of what this process has, each with its number among the replicas of it: 0 writes it."""
+        weights, experts = list(self.module.parameters()), self._gradients.experts
+        # As DeepSpeed names the files of model-parallel ranks.
+        shard = f"-model_{self._gradients.shard:02d}" if self.is_model_parallel else ""
+        parts = []
+        for name in (None, *experts):
+            places = [place for place, weight in enumerate(weights) if experts_of(weight) == name]
+            # DeepSpeed saves a tied layer as the first stage has it, whose parameters beside the tied one differ.
+            saved = [weights[place] for place in places if not getattr(weights[place], "ds_pipe_replicated", False)]
+            own = f"-{name}_{groups._get_expert_parallel_rank(name):02d}" if name else ""
+            path = checkpoint / f"evenpipe_2bw_stage_{self.stage_id:02d}{shard}{own}.pt"
+            replica = groups._get_expert_data_parallel_rank(name) if name else self.grid.get_data_parallel_id()
+            parts.append((side_file.Part([path], saved, places if experts else None), replica))
         if self.two_bw.correction is not None and self.two_bw.correction.own:
             path = checkpoint / f"evenpipe_2bw_rank_{self.global_rank:05d}.pt"
-            parts.append(side_file.Part([path], saved, own=True))
+            newest = [weight for part, _ in parts for weight in part.newest]
+            parts.append((side_file.Part([path], newest, own=True), 0))
         return parts
 
     def _resume(self, checkpoint: Path, saved_with_2bw: bool | None) -> None:
         try:
             complete, line = side_file.resume(
                 self.two_bw,
-                self._parts(checkpoint),
+                [part for part, _ in self._parts(checkpoint)],
                 self.global_steps,
                 saved_with_2bw,
                 accepts_one_version=self.evenpipe.one_version,

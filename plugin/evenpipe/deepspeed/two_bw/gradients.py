@@ -11,6 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils import groups
 from torch import Tensor
 
 from evenpipe.runtime.exchange import Exchange
@@ -18,7 +21,7 @@ from evenpipe.runtime.heartbeat import job_timeout
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.two_bw.gradients import Gradients, LossScale, Outcome, TiedSums
 
-__all__ = ["EngineGradients"]
+__all__ = ["EngineGradients", "experts_of"]
 
 
 class EngineGradients(Gradients):
@@ -38,11 +41,18 @@ class EngineGradients(Gradients):
 
     def __init__(self, engine: Any, decides: bool, weights: Sequence[Tensor] = ()) -> None:
         self._optimizer = optimizer = engine.optimizer
+        #: Which of the stage's model-parallel ranks this is.
+        self.shard: int = engine.grid.get_slice_parallel_rank()
+        names = {name for weight in engine.module.parameters() if (name := experts_of(weight)) is not None}
+        #: By the name of a group of experts, the ranks among which they are dealt out: alike on all ranks of a stage.
+        self.experts = {name: groups._get_expert_parallel_group(name) for name in sorted(names)}
+        self._device = engine.device
         self._ties = _Ties(engine, self)
         self._sums = TiedSums()
         self._norm = 0.0  # of gradients that are multiplied by the loss scale
         self.versions = WeightVersions(list(engine.module.parameters()), weights)
-        self.exchange = Exchange(engine.grid.get_pipe_parallel_group(), 1, engine.device) if decides else None
+        # Of one replica's ranks: all stages, and all shards of each.
+        self.exchange = Exchange(engine.grid.get_model_parallel_group(), 1, engine.device) if decides else None
         if engine.fp16_enabled():
             self.loss_scale = LossScale(lambda: optimizer.loss_scale, optimizer._update_scale)
         self.decides = decides
@@ -133,14 +143,37 @@ class EngineGradients(Gradients):
 
     @abstractmethod
     def _squares(self) -> Tensor:
-        """Return the sum of squares of the gradients that this stage counts; not a number if one is none.
+        """Return the sum of squares of the gradients that this rank counts; not a number if one is none.
 
         A double of no dimension on the device, so that the host need not wait for the batch's last backward.
         """
 
     @abstractmethod
     def _step(self, step: Callable[[], Any], norm: float) -> None:
-        """Call `step` with the kept gradients in place, and with `norm` as the norm over all stages; let go of them."""
+        """Call `step` with the kept gradients in place, and with `norm` as that of the whole model; let go of them."""
+
+    def _norm_of(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        """Return the norm of the `gradient` of a `weight` that no other stage counts, in fp32, on the device.
+
+        A weight that is not cut among a stage's model-parallel ranks is counted by the first of them, as DeepSpeed does
+        it. On the others the norm is 0, or not a number: an overflow that only they have is one too.
+        """
+        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        return norm if self.shard == 0 or is_model_parallel_parameter(weight) else norm * 0
+
+    def _sum_of_squares(self, norms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the sum of squares of weights' `norms`, a double; of experts, over all ranks that have others."""
+        total = self._squared([norm for weight, norm in norms if experts_of(weight) is None])
+        for name, group in self.experts.items():
+            of_experts = self._squared([norm for weight, norm in norms if experts_of(weight) == name])
+            dist.all_reduce(of_experts, group=group)
+            total = total + of_experts
+        return total
+
+    def _squared(self, norms: list[Tensor]) -> Tensor:
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.stack(norms).double().square().sum()
 
     @contextmanager
     def _at_its_scale(self) -> Iterator[None]:
@@ -157,6 +190,11 @@ class EngineGradients(Gradients):
         finally:
             del optimizer._update_scale
             optimizer.loss_scale = present
+
+
+def experts_of(weight: Any) -> str | None:
+    """Return the name of the group of experts that `weight` is of; None for one that all replicas have."""
+    return weight.group_name if is_moe_param(weight) else None
 
 
 class _Tie(NamedTuple):
@@ -178,8 +216,10 @@ class _Ties:
         summed_over = {id(comm["group"]): comm["group"] for comm in comms.values()}
         if gradients.sharded:
             # A replica keeps other parts of a weight on each stage: so each gives what it has, and zeros for the rest.
-            wide = _across_replicas({key: comm["ranks"] for key, comm in comms.items()})
-            summed_over = {id(comm["group"]): wide[key] for key, comm in comms.items()}
+            # Model-parallel ranks of a stage keep a tie each, of other parts of the weight.
+            of_shard = {f"{key}/{gradients.shard}": comm for key, comm in comms.items()}
+            wide = _across_replicas({key: comm["ranks"] for key, comm in of_shard.items()})
+            summed_over = {id(comm["group"]): wide[key] for key, comm in of_shard.items()}
         self._ties = [
             _Tie(weight, summed_over[id(group)], is_first[id(group)])
             for weight, group in engine.module.get_tied_weights_and_groups()

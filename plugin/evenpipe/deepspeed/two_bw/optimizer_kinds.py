@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -54,7 +55,8 @@ class _OwnGradients(EngineGradients):
         return sum(held_gradient_bytes(weight.numel(), weight.element_size(), 1) for weight in self._parameters)
 
     def _squares(self) -> Tensor:
-        return _sum_of_squares([_norm(gradient) for weight, gradient in self._own.kept if _is_counted(weight)])
+        kept = [(weight, gradient) for weight, gradient in self._own.kept if _is_counted(weight)]
+        return self._sum_of_squares([(weight, self._norm_of(weight, gradient)) for weight, gradient in kept])
 
     def _step(self, step: Callable[[], Any], norm: float) -> None:
         with self._own.in_place():
@@ -93,16 +95,15 @@ class HalfGradients(_OwnGradients):
     def _step(self, step: Callable[[], Any], norm: float) -> None:
         optimizer = self._optimizer
         overflow = not math.isfinite(norm)
-        unscale, checker, mpu = optimizer.unscale_and_clip_grads, optimizer.overflow_checker, optimizer.mpu
+        unscale, checker = optimizer.unscale_and_clip_grads, optimizer.overflow_checker
         # Both kinds give the norm last; the one that they would find is this stage's.
         optimizer.unscale_and_clip_grads = lambda *gradients_and_norm: unscale(*gradients_and_norm[:-1], norm)
         # In the place of DeepSpeed's `CheckOverflow`, which would ask the other stages.
         optimizer.overflow_checker = SimpleNamespace(check=lambda: overflow, has_overflow=lambda parameters: overflow)
-        optimizer.mpu = None
         try:
-            super()._step(step, norm)
+            with _alone(optimizer):
+                super()._step(step, norm)
         finally:
-            optimizer.mpu = mpu
             optimizer.overflow_checker = checker
             del optimizer.unscale_and_clip_grads
         optimizer._global_grad_norm = float("inf") if overflow else norm / optimizer.loss_scale
@@ -159,7 +160,7 @@ class FlatGradients(EngineGradients):
         self._there = [list(there) for there in optimizer.fp32_groups_has_gradients]
         groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, self._there, strict=True)
         self._norms = [
-            (weight, _norm(gradient))
+            (weight, self._norm_of(weight, gradient))
             for group in groups
             for weight, gradient, is_there in zip(*group, strict=True)
             if is_there and _is_counted(weight)
@@ -187,23 +188,25 @@ class FlatGradients(EngineGradients):
         return shards + sum(tied.whole.nbytes for tied in self._tied.values() if tied.whole is not tied.own)
 
     def _squares(self) -> Tensor:
-        return _sum_of_squares(
-            [_norm(self._tied[id(weight)].whole) if id(weight) in self._tied else norm for weight, norm in self._norms]
+        return self._sum_of_squares(
+            [
+                (weight, self._norm_of(weight, self._tied[id(weight)].whole) if id(weight) in self._tied else norm)
+                for weight, norm in self._norms
+            ]
         )
 
     def _step(self, step: Callable[[], Any], norm: float) -> None:
         optimizer = self._optimizer
-        present, mpu = optimizer.fp32_groups_gradient_flat_partition, optimizer.mpu
+        present = optimizer.fp32_groups_gradient_flat_partition
         known = torch.tensor([norm], dtype=torch.float32, device=self._shards[0].device)
         optimizer.fp32_groups_gradient_flat_partition = self._shards
         # The norm of what it is given as the gradients, over no other process, is the one that is known.
         optimizer.get_grads_for_norm = lambda for_clipping=False: self._shards if for_clipping else ([known], {})
         optimizer.clear_hp_grads = lambda: None  # they are the next batch's
-        optimizer.mpu = None
         try:
-            step()
+            with _alone(optimizer):
+                step()
         finally:
-            optimizer.mpu = mpu
             del optimizer.clear_hp_grads, optimizer.get_grads_for_norm
             optimizer.fp32_groups_gradient_flat_partition = present
             if not self.held:
@@ -250,6 +253,15 @@ class ShardedGradients(EngineGradients):
 
     def _squares(self) -> Tensor:
         optimizer = self._optimizer
+        squares = self._counted()
+        if (shard := optimizer.model_parallel_rank) > 0:
+            optimizer.model_parallel_rank = 0  # which counts all: an overflow in what the first one counts is one here
+            squares = squares + 0 * self._counted()
+            optimizer.model_parallel_rank = shard
+        return squares
+
+    def _counted(self) -> Tensor:
+        optimizer = self._optimizer
         norms = torch.stack(
             [
                 optimizer.get_grad_norm_direct(optimizer.averaged_gradients[group], parameters).double()
@@ -288,6 +300,18 @@ class ShardedGradients(EngineGradients):
                     yield slice(start, start + piece.numel()), piece
 
 
+@contextmanager
+def _alone(optimizer: Any) -> Iterator[None]:
+    """Inside, `optimizer` asks no other process for its part of the norm."""
+    asks = {"mpu": None, "has_moe_layers": False}
+    before = {name: value for name, value in vars(optimizer).items() if name in asks}
+    vars(optimizer).update({name: asks[name] for name in before})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(before)
+
+
 def _parts(groups: Iterable[Iterable[Tensor]]) -> Iterable[Tensor]:
     return itertools.chain.from_iterable(groups)
 
@@ -306,13 +330,3 @@ def _packed(pieces: Sequence[Tensor]) -> list[Tensor]:
 def _is_counted(weight: Tensor) -> bool:
     """Return whether this stage counts its gradient, and not another stage that has the weight too."""
     return not getattr(weight, "ds_pipe_replicated", False)
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-    return norm
-
-
-def _sum_of_squares(norms: list[Tensor]) -> Tensor:
-    """Return a double."""
-    return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
