@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 __all__ = [
     "Refusal",
+    "captures",
     "overlaps",
     "packs",
     "refuse_unsupported",
@@ -36,6 +37,23 @@ class Refusal(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.setting}{self.value and '='}{self.value} {self.reason}: {self.remedy}"
+
+    @property
+    def why(self) -> str:
+        """Return the flag that asks for the setting, and the reason."""
+        theirs = _FLAGS.get(self.setting, f"--{self.setting.replace('_', '-')}")
+        return f"{f'{theirs} {self.value}'.rstrip()} {self.reason}"
+
+
+#: Flags that are not called as the setting is.
+_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "cpu_offloading": "--cpu-offloading-num-layers",
+        "fp4": "--fp4-format",
+        "fp8": "--fp8-format",
+        "nccl_ub": "--use-nccl-ub",
+    }
+)
 
 
 def _several(number: Any, _: object = None) -> bool:
@@ -67,12 +85,16 @@ _REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
 
 _FSDP = "gathers and frees parameters, which would be taken for activations"
 _ORDER = "captures Megatron's own order of micro-batches"
+_REPLAYED = (
+    "replays a whole iteration of Megatron's own order as one CUDA graph, without the host, which posts EvenPipe's "
+    "messages and waits for them"
+)
 _ALWAYS: Mapping[str, str] = {
     "use_megatron_fsdp": _FSDP,
     "use_custom_fsdp": _FSDP,
     "enable_cuda_graph": _ORDER,
     "cuda_graph_impl=local": _ORDER,
-    "cuda_graph_impl=full_iteration": _ORDER,
+    "cuda_graph_impl=full_iteration": _REPLAYED,
     "fine_grained_activation_offloading": "is started anew after each batch by Megatron's own schedules only",
     "moe_paged_stash": "is started anew before each batch by Megatron's own schedules only",
 }
@@ -229,6 +251,15 @@ def refused_with_tuning(args: Any) -> Iterator[Refusal]:
 def refused_with_search(args: Any) -> Iterator[Refusal]:
     """Return a refusal for each of Megatron's arguments that does not go together with a searched schedule."""
     return _given(args, _WITH_SEARCH, "leave it out, or use another schedule")
+
+
+#: What the setting is called, and has to be, where Transformer Engine captures: until 0.14, and since.
+_CAPTURING: Final = (("external_cuda_graph", True), ("cuda_graph_impl", "transformer_engine"))
+
+
+def captures(settings: Any) -> str | None:
+    """Return the setting by which Transformer Engine captures CUDA graphs; None where it captures none."""
+    return next((name for name, value in _CAPTURING if getattr(settings, name, None) == value), None)
 
 
 def overlaps(settings: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -33,13 +33,6 @@ from evenpipe.upstream.installed import wrong_apex
 __all__ = ["check", "spec_of", "warnings"]
 
 
-# Of arguments that are not called as their flag is.
-_FLAGS: Mapping[str, str] = {
-    "cpu_offloading": "--cpu-offloading-num-layers",
-    "fp4": "--fp4-format",
-    "fp8": "--fp8-format",
-    "nccl_ub": "--use-nccl-ub",
-}
 _LAST_STAGE_LOGS_IT: Final = ("0.14", "0.15")  # the decoupled learning rate
 _GROUP_FLAG: Final = "--microbatch-group-size-per-virtual-pipeline-stage"
 
@@ -78,9 +71,7 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
         in_a_v = refused_in_a_v(args) if "vee" in _needed(config, args) else ()
         refused = (*settings, *with_two_versions, *with_tuning, *with_search, *in_a_v)
         for refusal in refused or _refused_capture(config, args):
-            theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
-            setting = f"{theirs} {refusal.value}".rstrip()
-            raise ArgumentError(f"{asked}: {setting} {refusal.reason}: {refusal.remedy}")
+            raise ArgumentError(f"{asked}: {refusal.why}: {refusal.remedy}")
 
 
 def warnings(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
