@@ -176,19 +176,16 @@ def _read(
         notes.append(f"no --vocab-size: taken for {_VOCABULARY:,} tokens")
     if sections is None:  # settings have values for all there is, of use or not
         notes.extend(found.ignored)
-    said_of = [_unread(word.partition("=")[0]) for word in found.unread]
-    if unread := [
-        one for one in said_of if (one not in _NEUTRAL and not one.startswith(_NEUTRAL_STARTS)) or " " in one
-    ]:
-        names = " ".join(unread)
+    if names := " ".join(filter(None, (_unread(word.partition("=")[0]) for word in found.unread))):
         notes.append(f"not read, so that what they change is not in these estimates: {names}")
     return Source(line, found, nodes, tuple(notes), given, sections)
 
 
 def _unread(flag: str) -> str:
-    """Return the flag, followed by the known flag that it seems to misspell, if there is one."""
-    close = get_close_matches(flag, known_flags(), n=1, cutoff=_SLIP)
-    return f"{flag} (did you mean {close[0]}?)" if close else flag
+    """Return the flag, followed by the known flag that it seems to misspell, if any; "" for one that changes little."""
+    if close := get_close_matches(flag, known_flags(), n=1, cutoff=_SLIP):
+        return f"{flag} (did you mean {close[0]}?)"
+    return "" if flag in _NEUTRAL or flag.startswith(_NEUTRAL_STARTS) else flag
 
 
 def _cluster(on: str | Cluster | None, memory_gib: float | None, line: Line) -> tuple[Cluster, list[str]]:
