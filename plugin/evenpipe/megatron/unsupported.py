@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
+
 __all__ = [
     "Refusal",
     "captures",
@@ -20,6 +22,7 @@ __all__ = [
     "refused_with_search",
     "refused_with_tuning",
     "refused_with_two_versions",
+    "unlike_a_v",
     "why_one_size",
 ]
 
@@ -119,6 +122,7 @@ _WITH_HALVES: Mapping[str, str] = {
     "cuda_graph_impl=transformer_engine": _WHOLE,
 }
 
+_LAST_STAGE_LOGS_IT: Final = ("0.14", "0.15")  # the decoupled learning rate
 _BY_RANK = "chooses layers by the rank itself, as if stages were interleaved"
 _IN_A_V: Mapping[str, str] = {
     "is_hybrid_model": _BY_RANK,
@@ -298,6 +302,21 @@ def refused_in_a_v(args: Namespace) -> Iterator[Refusal]:
     """Yield a refusal for each of Megatron's arguments that does not go together with chunks in a V."""
     yield from _given(args, _FILES_IN_A_V, "use torch_dist")
     yield from _given(args, _IN_A_V, "leave it out, or use 1f1b")
+
+
+def unlike_a_v(args: Namespace) -> Iterator[str]:
+    """Yield a line for each of Megatron's arguments that a V cannot have in this release, or with this layout."""
+    if getattr(args, "decoupled_lr", None) is not None and MEGATRON_CORE.series(RELEASES) in _LAST_STAGE_LOGS_IT:
+        yield (
+            "--decoupled-lr is logged by the last stage in this release, which has neither the embedding nor the "
+            "output layer in a V: leave it out, or use megatron-core 0.16 or newer"
+        )
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if layout is not None and "m" in str(layout).replace(",", "").rpartition("|")[0]:
+        yield (
+            f"--pipeline-model-parallel-layout {layout} has multi-token prediction apart from the loss; in a V both "
+            "are in the last part: put m before L"
+        )
 
 
 def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:
