@@ -18,7 +18,7 @@ from typing import Any, Final
 from harness import Benchmark
 from rich.table import Table
 
-from evenpipe.megatron.script.checks import check
+from evenpipe.megatron.script.checks import check, stays_stock
 from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.settings.config import EvenPipeConfig
 
@@ -32,6 +32,7 @@ FEATURES: Final[dict[str, dict[str, Any]]] = {
     "--evenpipe-schedule dualpipev": {"schedule": "dualpipev"},
     "--evenpipe-schedule v-half": {"schedule": "v-half"},
     "--evenpipe-schedule searched": {"schedule": "searched", "memory_gib": 60.0},
+    "--evenpipe auto": {"schedule": "auto", "memory_gib": 60.0},
 }
 _IN_A_V: Final = ("v-half", "dualpipev", "searched")
 
@@ -78,13 +79,14 @@ def arguments_of(recipe: dict[str, Any], in_a_v: bool) -> Namespace:
 
 
 def refusal(feature: str, recipe: dict[str, Any]) -> str | None:
-    """Return the line in which a run of that recipe would refuse the feature; None where it starts."""
+    """Return the line in which a run of that recipe would refuse the feature, or stay as it is; None if it starts."""
     asked = FEATURES[feature]
+    config, args = EvenPipeConfig.of(**asked), arguments_of(recipe, asked.get("schedule") in _IN_A_V)
     try:
-        check(EvenPipeConfig.of(**asked), arguments_of(recipe, asked.get("schedule") in _IN_A_V))
+        check(config, args)
     except ArgumentError as error:
         return str(error)
-    return None
+    return stays_stock(config, args)
 
 
 def _setting(line: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import evenpipe
 from evenpipe.megatron.bridge import layout_builder
 from evenpipe.megatron.fitting import FitError, source_of_line, source_of_settings
+from evenpipe.recipes.megatron_rules import starts
 from tests.readme import ROOT
 
 FLAGS = shlex.split(
@@ -166,6 +167,60 @@ def test_a_configuration_of_megatron_core_is_read() -> None:
     assert found.answers
     assert not found.now["fits"]
     assert any(name.startswith("recompute") for name in found.answers[0].changes)
+
+
+KEPT = ("t", "p", "c", "e", "b", "recompute", "optimizer", "overlap", "gradients", "moments")
+
+
+def test_answers_leave_swaps_out_and_say_so() -> None:
+    found = evenpipe.fit([*LINE, "--evenpipe-swap", "0.5"], cluster="1x4-h100", keep=KEPT)
+    assert found.answers
+    assert all("--evenpipe-swap" not in one.command for one in found.answers)
+    assert "--evenpipe-swap 0.5: left out of all answers" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedules", "bpipe"),
+    [
+        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router", ("1f1b", "interleaved"), True),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp", ("1f1b", "interleaved"), False),
+        ("--cuda-graph-impl full_iteration", (), False),
+        ("--cpu-offloading-num-layers 2 --cpu-offloading", None, False),
+    ],
+)
+def test_schedules_go_together_with_the_other_flags(flags: str, schedules: tuple[str, ...] | None, bpipe: bool) -> None:
+    source = source_of_line([*LINE, *shlex.split(flags)], "1x4-h100", None)
+    found, balances, notes = source.schedules(source.found.run)
+    assert schedules is None or found == schedules
+    assert balances == bpipe
+    assert schedules is None or notes
+
+
+def test_flags_of_evenpipe_that_the_others_rule_out_are_one_line() -> None:
+    with pytest.raises(FitError, match=r"--cuda-graph-impl full_iteration replays .*: turn it off, or EvenPipe's sche"):
+        evenpipe.fit([*LINE, "--bpipe", "--cuda-graph-impl", "full_iteration"], cluster="1x4-h100", keep=KEPT)
+
+
+def test_gates_of_quick_geglu_are_parameters() -> None:
+    plain, gated = (source_of_line([*LINE, *more], "1x4-h100", None) for more in ([], ["--quick-geglu"]))
+    assert gated.found.model.gated
+    assert not plain.found.model.gated
+
+
+def test_only_flags_that_matter_are_named_as_not_read() -> None:
+    flags = "--log-memory-to-tensorboard --manual-gc --no-load-optim --wandb-project x --moe-permute-fusion"
+    source = source_of_line([*LINE, *shlex.split(flags)], "1x4-h100", None)
+    [note] = [note for note in source.notes if note.startswith("not read")]
+    assert note.endswith(": --moe-permute-fusion")
+
+
+def test_in_a_v_further_predictions_are_beside_the_loss() -> None:
+    layout = "Et*3|t*3|t*3|t*3|t*3|t*3|t*3m|t*3L"
+    run = source_of_line([*LINE, "--mtp-num-layers", "1", "--pipeline-model-parallel-layout", layout], None, None)
+    apart = run.found.run
+    assert starts(apart)
+    assert not starts(replace(apart, schedule="zbv"))
+    assert starts(replace(apart, schedule="zbv", further_part=7))
 
 
 def test_a_name_of_nothing_to_keep_is_one_line() -> None:

@@ -18,6 +18,7 @@ LEAST = {
     "--evenpipe-schedule dualpipev": 0.7,
     "--evenpipe-schedule v-half": 0.55,
     "--evenpipe-schedule searched": 0.55,
+    "--evenpipe auto": 0.7,
 }
 
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.megatron_lm.launch import LAYOUTS, differences, gpt_flags, launch
+from tests.megatron_lm.launch import EXPERTS, LAYOUTS, differences, gpt_flags, launch, model_flags
 
 ITERATIONS, STOPPED = 6, 3
 #: Most of what stages hold here are activations.
@@ -83,6 +83,25 @@ def test_many_virtual_stages_stay_where_megatron_has_them(megatron_lm, tmp_path)
     auto = ["--evenpipe", "auto", "--memory-gib", "1", "--save", str(tmp_path / "auto")]
     ours = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, *auto])
     assert len(CHOICE.findall(ours.output)) == 1
+    assert ours.lines == stock.lines
+    last = f"iter_{STOPPED:07d}"
+    assert differences(tmp_path / "stock" / last, tmp_path / "auto" / last) == []
+
+
+def test_where_experts_messages_are_hidden_memory_decides_whether_partners_level_it(megatron_lm, tmp_path):
+    """With `--overlap-moe-expert-parallel-comm` the order stays Megatron's; model chunks lie as for interleaving."""
+    processes, parallel = LAYOUTS["PP4xVPP2"]
+    flags = [*model_flags(megatron_lm, "pretrain_gpt.py", STOPPED, []), *parallel, *EXPERTS, *SMALL]
+    flags += ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", "--bf16"]
+    flags += ["--overlap-moe-expert-parallel-comm", "--global-batch-size", "16", "--save-interval", str(STOPPED)]
+    stock = launch(megatron_lm, "pretrain_gpt.py", 2 * processes, [*flags, "--save", str(tmp_path / "stock")])
+    # The stock order needs 15.4 MiB, with BPipe 13.1.
+    auto = ["--evenpipe", "auto", "--memory-gib", f"{14.2 / 2**10:.6f}", "--save", str(tmp_path / "auto")]
+    ours = launch(megatron_lm, "pretrain_gpt.py", 2 * processes, [*flags, *auto])
+    [(name, _, held)] = CHOICE.findall(ours.output)
+    assert name == "interleaved with BPipe"
+    assert float(held) <= 14.2
+    assert "stock: interleaved: " in ours.output
     assert ours.lines == stock.lines
     last = f"iter_{STOPPED:07d}"
     assert differences(tmp_path / "stock" / last, tmp_path / "auto" / last) == []

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import Schedule, ScheduleError, Size, verify
+from evenpipe.schedule import AUTO, Schedule, ScheduleError, Size, find, verify
+from evenpipe.schedule.known.auto import LOOPED, WHOLE
 from evenpipe.schedule.search.costs import Part, RunCosts
 from evenpipe.schedule.search.search import Effort
 from evenpipe.simulate.costs import Costs
@@ -102,6 +103,39 @@ def test_what_is_chosen_fits_and_nothing_that_fits_is_faster_by_more_than_a_tie(
 def test_halves_of_backwards_are_put_together_where_layers_leave_a_second_one():
     for one in options(costs(0), Size(4, 8), byte_ms=0.01, halves=True):
         assert "B" not in {action.kind for row in one.program.schedule.actions for action in row}
+
+
+def looped(cap, chunks=2):
+    parts = [costs(0).parts[0]] * (4 * chunks)
+    return costs(cap).model_copy(update={"placement": "loop", "parts": parts})
+
+
+def test_passes_that_are_computed_together_have_megatron_s_order_with_and_without_bpipe():
+    together = find(AUTO).overlapped
+    assert {one.name for one in options(looped(0), Size(4, 8, 2), byte_ms=1e-4, of=together)} == {
+        *("interleaved", "interleaved with BPipe"),
+    }
+    assert all(one.program.fused for one in options(looped(0), Size(4, 8, 2), byte_ms=1e-4, of=together))
+    chosen, _ = choose(looped(1100), Size(4, 8, 2), byte_ms=1e-4, of=together)
+    assert chosen.name == "interleaved with BPipe"
+    with pytest.raises(ScheduleError, match=r"^no schedule fits: give more memory$"):
+        choose(looped(500), Size(4, 8, 2), byte_ms=1e-4, of=together)
+
+
+def test_whole_backwards_are_never_halved():
+    chosen, others = choose(costs(10_000), Size(4, 8), byte_ms=1e-4, effort=QUICK, of=WHOLE)
+    rows = (row for one in (chosen, *others) for row in one.program.schedule.actions)
+    assert not {"D", "W"} & {action.kind for row in rows for action in row}
+    assert {"1f1b", "gpipe"} <= {one.name for one in (chosen, *others)}
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [(WHOLE, 1), (WHOLE, 2), (LOOPED, 2)])
+def test_batches_that_are_looked_at_follow_the_kind_of_choice(kind, chunks):
+    loop = ChoiceLoop(PartWatch())
+    loop.allow(evicts=False, remedy="", spec=kind)
+    schedule = loop.program(Size(4, 8, chunks), "many").schedule
+    assert schedule.places == kind.places(Size(4, 8, chunks))
+    assert ("B" in {action.kind for row in schedule.actions for action in row}) == (kind is WHOLE)
 
 
 def test_memory_that_holds_no_micro_batch_raises_with_what_is_needed():

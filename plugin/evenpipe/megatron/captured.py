@@ -8,23 +8,15 @@ another one a forward overwrites what a backward still needs. Megatron's own ord
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from evenpipe.megatron.unsupported import Refusal, overlaps
+from evenpipe.megatron.unsupported import Refusal, captures, overlaps
 from evenpipe.schedule import COMPUTE, Action, Schedule, Unit
 from evenpipe.schedule.spec import alternate
 
-__all__ = ["captured_row", "captures", "refused_capture"]
-
-#: What the setting is called, and has to be, where Transformer Engine captures: until 0.14, and since.
-_SETTINGS: Final = (("external_cuda_graph", True), ("cuda_graph_impl", "transformer_engine"))
-
-
-def captures(settings: Any) -> str | None:
-    """Return the setting by which Transformer Engine captures graphs; None where it captures none."""
-    return next((name for name, value in _SETTINGS if getattr(settings, name, None) == value), None)
+__all__ = ["captured_row", "refused_capture"]
 
 
 def captured_row(stages: int, stage: int, micro_batches: int, chunks: int | None, group: int) -> list[Action]:

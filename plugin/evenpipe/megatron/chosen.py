@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -12,7 +12,7 @@ from evenpipe.megatron.searched import SearchedSchedule
 from evenpipe.megatron.stage import Batch
 from evenpipe.megatron.unsupported import refused_settings
 from evenpipe.runtime.executor import Executor
-from evenpipe.schedule import AUTO
+from evenpipe.schedule import AUTO, Queues
 from evenpipe.schedule.search.search import Effort
 from evenpipe.tuner.choosing import ChoiceLoop
 from evenpipe.tuner.part_watch import PartWatch
@@ -23,9 +23,10 @@ __all__ = ["ChosenSchedule"]
 class ChosenSchedule(SearchedSchedule):
     """A `PipelineSchedule` by the fastest schedule that fits the memory, chosen after two measured batches.
 
-    The measured batches compute one micro-batch at a time. Stages with two model chunks choose among the schedules of
-    a V; stages with one choose among all others, and BPipe, unless Megatron's settings rule it out. The choice is made
-    once.
+    The measured batches compute one micro-batch at a time. `schedule` says where model chunks are and whether backwards
+    come in halves (`evenpipe.schedule.known.auto`); by default two chunks a stage lie in a V. The choice is among the
+    schedules of that placement, and BPipe outside of a V, unless Megatron's settings rule it out. Where forwards and
+    backwards are computed together, it is among those in Megatron's order. The choice is made once.
     """
 
     name: ClassVar[str] = AUTO
@@ -35,18 +36,29 @@ class ChosenSchedule(SearchedSchedule):
         return ChoiceLoop(watch, tuning.log, effort)
 
     def _joins_partners(self, batch: Batch) -> bool:
-        if len(batch.model) > 1 or self._sizes_differ(batch.config):
+        in_a_v = "vee" in self.programs.spec.needed(len(batch.model))
+        return not in_a_v and self._balances(batch.config)
+
+    def _balances(self, config: Any) -> bool:
+        """Return whether BPipe goes with these settings, in what is known of sizes before a batch."""
+        if self._sizes_differ(config) and not self.programs.spec.fused:
             return False
-        return next(refused_settings(batch.config, bpipe=True), None) is None
+        return next(refused_settings(config, bpipe=True), None) is None
+
+    def _held_up(self, config: Any) -> Queues:
+        held_up = super()._held_up(config)
+        evicts_what_differs = self._sizes_differ(config) and self._balances(config)
+        return "one" if held_up == "many" and evicts_what_differs else held_up
 
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
-        config = batch.config
+        config, spec = batch.config, self.programs.spec
         recomputes = config.recompute_granularity == "full" or obstacle(config, batch.model) is None
+        sooner = ", a smaller --micro-batch-size, more stages or more tensor parallelism"
+        fully = ", or --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         self.loop.allow(
             self._joins_partners(batch),
-            ", a smaller --micro-batch-size, more stages or more tensor parallelism"
-            if recomputes
-            else ", or --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-            halves=bool(getattr(config, "delay_wgrad_compute", False)),
+            sooner if recomputes or spec.fused else fully,
+            halves="split" in spec.needs and bool(getattr(config, "delay_wgrad_compute", False)),
+            spec=spec,
         )
         return super()._executor(pipeline, batch)

@@ -14,7 +14,7 @@ from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.stage import Batch
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.weight_gradients import queued_bytes
-from evenpipe.schedule import SEARCHED, Need, Program, Schedule, Size, Unit
+from evenpipe.schedule import SEARCHED, Need, Program, Schedule, Size, Spec, Unit
 from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.tuner.part_watch import PartWatch
 from evenpipe.tuner.searching import Room, SearchLoop
@@ -43,9 +43,10 @@ class SearchedSchedule(PipelineSchedule):
         measure: bool = False,
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
         effort: Effort = USUAL,
+        schedule: Spec | None = None,
     ) -> None:
         self._watch = watch = PartWatch(observer, queued=lambda: queued_bytes(self._model or ()))
-        super().__init__(self.name, observer=watch, measure=measure, connected=connected)
+        super().__init__(schedule or self.name, observer=watch, measure=measure, connected=connected)
         self.iteration = 0
         self.tuning = tuning
         self.loop = self._loop(watch, tuning, effort)

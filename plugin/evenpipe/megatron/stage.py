@@ -12,10 +12,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 from torch import Tensor
 
-from evenpipe.megatron.captured import captures
 from evenpipe.megatron.grad_sync import GradSync, Sync
 from evenpipe.megatron.recomputing import recomputing
 from evenpipe.megatron.supported import CoreRelease
+from evenpipe.megatron.unsupported import captures
 from evenpipe.megatron.vee import part_of
 from evenpipe.megatron.weight_gradients import linear_weights
 from evenpipe.runtime.channel import shapes_received, shapes_sent

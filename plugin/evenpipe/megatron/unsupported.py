@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
+
 __all__ = [
     "Refusal",
+    "captures",
     "overlaps",
     "packs",
     "refuse_unsupported",
@@ -19,6 +22,7 @@ __all__ = [
     "refused_with_search",
     "refused_with_tuning",
     "refused_with_two_versions",
+    "unlike_a_v",
     "why_one_size",
 ]
 
@@ -36,6 +40,23 @@ class Refusal(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.setting}{self.value and '='}{self.value} {self.reason}: {self.remedy}"
+
+    @property
+    def why(self) -> str:
+        """Return the flag that asks for the setting, and the reason."""
+        theirs = _FLAGS.get(self.setting, f"--{self.setting.replace('_', '-')}")
+        return f"{f'{theirs} {self.value}'.rstrip()} {self.reason}"
+
+
+#: Flags that are not called as the setting is.
+_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "cpu_offloading": "--cpu-offloading-num-layers",
+        "fp4": "--fp4-format",
+        "fp8": "--fp8-format",
+        "nccl_ub": "--use-nccl-ub",
+    }
+)
 
 
 def _several(number: Any, _: object = None) -> bool:
@@ -67,12 +88,16 @@ _REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
 
 _FSDP = "gathers and frees parameters, which would be taken for activations"
 _ORDER = "captures Megatron's own order of micro-batches"
+_REPLAYED = (
+    "replays a whole iteration of Megatron's own order as one CUDA graph, without the host, which posts EvenPipe's "
+    "messages and waits for them"
+)
 _ALWAYS: Mapping[str, str] = {
     "use_megatron_fsdp": _FSDP,
     "use_custom_fsdp": _FSDP,
     "enable_cuda_graph": _ORDER,
     "cuda_graph_impl=local": _ORDER,
-    "cuda_graph_impl=full_iteration": _ORDER,
+    "cuda_graph_impl=full_iteration": _REPLAYED,
     "fine_grained_activation_offloading": "is started anew after each batch by Megatron's own schedules only",
     "moe_paged_stash": "is started anew before each batch by Megatron's own schedules only",
 }
@@ -97,6 +122,7 @@ _WITH_HALVES: Mapping[str, str] = {
     "cuda_graph_impl=transformer_engine": _WHOLE,
 }
 
+_LAST_STAGE_LOGS_IT: Final = ("0.14", "0.15")  # the decoupled learning rate
 _BY_RANK = "chooses layers by the rank itself, as if stages were interleaved"
 _IN_A_V: Mapping[str, str] = {
     "is_hybrid_model": _BY_RANK,
@@ -231,6 +257,15 @@ def refused_with_search(args: Any) -> Iterator[Refusal]:
     return _given(args, _WITH_SEARCH, "leave it out, or use another schedule")
 
 
+#: What the setting is called, and has to be, where Transformer Engine captures: until 0.14, and since.
+_CAPTURING: Final = (("external_cuda_graph", True), ("cuda_graph_impl", "transformer_engine"))
+
+
+def captures(settings: Any) -> str | None:
+    """Return the setting by which Transformer Engine captures CUDA graphs; None where it captures none."""
+    return next((name for name, value in _CAPTURING if getattr(settings, name, None) == value), None)
+
+
 def overlaps(settings: Any) -> bool:
     """Return whether forwards and backwards are computed together (`--overlap-moe-expert-parallel-comm`)."""
     return bool(getattr(settings, "overlap_moe_expert_parallel_comm", False))
@@ -267,6 +302,21 @@ def refused_in_a_v(args: Namespace) -> Iterator[Refusal]:
     """Yield a refusal for each of Megatron's arguments that does not go together with chunks in a V."""
     yield from _given(args, _FILES_IN_A_V, "use torch_dist")
     yield from _given(args, _IN_A_V, "leave it out, or use 1f1b")
+
+
+def unlike_a_v(args: Namespace) -> Iterator[str]:
+    """Yield a line for each of Megatron's arguments that a V cannot have in this release, or with this layout."""
+    if getattr(args, "decoupled_lr", None) is not None and MEGATRON_CORE.series(RELEASES) in _LAST_STAGE_LOGS_IT:
+        yield (
+            "--decoupled-lr is logged by the last stage in this release, which has neither the embedding nor the "
+            "output layer in a V: leave it out, or use megatron-core 0.16 or newer"
+        )
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if layout is not None and "m" in str(layout).replace(",", "").rpartition("|")[0]:
+        yield (
+            f"--pipeline-model-parallel-layout {layout} has multi-token prediction apart from the loss; in a V both "
+            "are in the last part: put m before L"
+        )
 
 
 def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:

@@ -138,7 +138,7 @@ _SWITCHES: Final = (
     *("use-rotary-position-embeddings", "use-mcore-models", "no-masked-softmax-fusion", "no-rope-fusion"),
     *("no-gradient-accumulation-fusion", "no-bias-swiglu-fusion", "attention-softmax-in-fp32", "log-throughput"),
     *("override-opt_param-scheduler", "override-opt-param-scheduler"),
-    *("grad-reduce-in-bf16",),
+    *("grad-reduce-in-bf16", "quick-geglu"),
     *("multi-latent-attention", "accumulate-allreduce-grads-in-fp32", "use-tp-pp-dp-mapping", "legacy-tokenizer"),
 )
 _WORDS: Final = (

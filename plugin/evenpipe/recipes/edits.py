@@ -53,16 +53,17 @@ _TOGETHER: Final = (
 _ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE: Final = "expandable_segments:True"
 _KEEPS_WEIGHTS: Final = "NVTE_CPU_OFFLOAD_V1"
+_SWAPS: Final = "evenpipe-swap"
 _QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def edited(line: Line, model: Model, old: Run, new: Run, environment: Mapping[str, str]) -> Line:
-    """Return the line that starts ``new``, where ``line`` starts ``old``.
+    """Return the line that starts ``new``, where ``line`` starts ``old``; another run swaps nothing.
 
     environment: of whom starts it, beside the variables of the line.
     """
     before, after = _written(model, old), _written(model, new)
-    given = _given(line.flags)
+    given = [words for words in _given(line.flags) if new == old or _name(words) != _SWAPS]
     for names in _TOGETHER:
         wanted = {name: after[name] for name in names if name in after}
         if wanted != {name: before[name] for name in names if name in before}:

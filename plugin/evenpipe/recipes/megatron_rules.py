@@ -1,4 +1,4 @@
-"""What Megatron-LM's own checks say of a run: which divisions and recomputation go together."""
+"""What Megatron-LM's own checks say of a run, and EvenPipe's of its layout: which things go together."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def starts(run: Run) -> bool:
             not run.offload_modules or (run.blocking != () and run.recompute != "full"),
             not {"expert_fc1", "moe_act"} & set(run.offload_modules) or "moe" not in run.again,
             run.context == 1 or run.attention == "flash",
+            # In a V the last part has both the loss and what is predicted further ahead.
+            "vee" not in run.spec.needs or run.further_part in (None, run.stages * run.chunks - 1),
             run.expert == 1 or run.tensor == 1 or run.sequence_parallel,
             not run.overlap_experts or _hides_experts(run),
             # Graphs of whole layers cannot have a part of them carried out again.

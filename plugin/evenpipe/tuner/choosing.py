@@ -13,16 +13,19 @@ from evenpipe.runtime.resources import highest_of_all
 from evenpipe.runtime.timing import sending_gbps
 from evenpipe.schedule import (
     AUTO,
+    BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     Action,
+    Kind,
     Places,
     Program,
     Queues,
     Schedule,
     ScheduleError,
     Size,
+    Spec,
     build,
     find,
     links,
@@ -39,12 +42,12 @@ from evenpipe.simulate.simulator import simulate
 from evenpipe.tuner.part_watch import PartWatch
 from evenpipe.tuner.searching import Room, SearchLoop
 
-__all__ = ["ChoiceLoop", "Option", "choose", "options"]
+__all__ = ["TIE", "ChoiceLoop", "Option", "choose", "options"]
 
 #: Megatron's and DeepSpeed's own orders.
 _STOCK: Final = frozenset(("1f1b", "interleaved"))
 #: Schedules whose times differ by less count as equally fast.
-_TIE: Final = 0.02
+TIE: Final = 0.02
 #: Larger groups keep more messages than a stage has room for beside what it saves.
 _GROUPS: Final = (2, 3, 4)
 
@@ -69,16 +72,23 @@ class Option(NamedTuple):
 
 
 def options(
-    costs: RunCosts, size: Size, queues: Queues = "many", byte_ms: float | None = None, halves: bool = False
+    costs: RunCosts,
+    size: Size,
+    queues: Queues = "many",
+    byte_ms: float | None = None,
+    halves: bool = False,
+    of: Spec | None = None,
 ) -> Iterator[Option]:
     """Yield the published schedules for these parts on their places, whatever memory they need.
 
     byte_ms: milliseconds a byte that is sent to a partner; None rules out BPipe. halves: whole backwards are run as
-    two halves. Schedules with late gradients are left out.
+    two halves. of: the kind of `auto` that says whether backwards may come in halves, and whether forwards and
+    backwards are computed together; by default the first. Schedules with late gradients are left out.
     """
-    places = costs.places(size.stages)
-    for spec in map(find, own()):
-        if spec.needs & {"stream", "swap"}:
+    places, kind = costs.places(size.stages), of or find(AUTO)
+    for named in map(find, own()):
+        spec = named.overlapped if kind.fused else named
+        if spec is None or spec.needs & {"stream", "swap", "times"} or ("split" in spec.needs - kind.needs):
             continue
         for group in _GROUPS if "groups" in spec.needs else (1,):
             for bpipe in (False, True) if byte_ms is not None and spec.balanced is not None else (False,):
@@ -105,18 +115,22 @@ def choose(
     byte_ms: float | None = None,
     halves: bool = False,
     effort: Effort = USUAL,
+    of: Spec | None = None,
 ) -> tuple[Option, list[Option]]:
     """Return the fastest schedule that fits, and all others, also those that do not fit, the fastest first.
 
-    A tie within 2 % goes to the stock order, or else to what saves least. An order is searched only if it could be
-    faster than that. Raises ScheduleError where nothing fits.
+    of: as `options` has it. A tie within 2 % goes to the stock order, or else to what saves least. An order is searched
+    only if it could be faster than that, and forwards and backwards are not computed together. Raises ScheduleError
+    where nothing fits.
     """
-    known = list(options(costs, size, queues, byte_ms, halves))
+    kind = of or find(AUTO)
+    known = list(options(costs, size, queues, byte_ms, halves, kind))
     limit_ms = Problem.of(costs, size.stages, size.micro_batches).limit_ms
     best_ms = min((one.batch_ms for one in known if one.fits(costs)), default=math.inf)
-    if best_ms > (1 + _TIE) * limit_ms:
+    if best_ms > (1 + TIE) * limit_ms and not kind.fused:
+        split = "split" in kind.needs
         try:
-            program = searched(costs, size.stages, size.micro_batches, effort, queues=queues).program
+            program = searched(costs, size.stages, size.micro_batches, effort, split=split, queues=queues).program
             known.append(_weighed("searched", program, costs, 0.0))
         except ScheduleError:
             if math.isinf(best_ms):
@@ -124,8 +138,9 @@ def choose(
     known.sort(key=lambda one: one.batch_ms)
     fitting = [one for one in known if one.fits(costs)]
     if not fitting:
-        raise ScheduleError("no schedule fits, not even one that is searched: give more memory")
-    near = (one for one in fitting if one.batch_ms <= (1 + _TIE) * fitting[0].batch_ms)
+        searches = "" if kind.fused else ", not even one that is searched"
+        raise ScheduleError(f"no schedule fits{searches}: give more memory")
+    near = (one for one in fitting if one.batch_ms <= (1 + TIE) * fitting[0].batch_ms)
     chosen = min(near, key=lambda one: (not one.is_stock, max(one.saved_bytes)))
     return chosen, [one for one in known if one is not chosen]
 
@@ -161,15 +176,18 @@ class ChoiceLoop(SearchLoop):
     ) -> None:
         super().__init__(watch, None, log, effort)
         self._evicts = self._halves = False
+        self._kind = find(AUTO)
         self._byte_ms: float | None = None
 
-    def allow(self, evicts: bool, remedy: str, halves: bool = False) -> None:
+    def allow(self, evicts: bool, remedy: str, halves: bool = False, spec: Spec | None = None) -> None:
         """Set what this run can have, and the remedy for an error where nothing fits; call before the first batch.
 
         evicts: partners are joined, so that BPipe is one of the choices. halves: layers compute weights' gradients in a
-        second half of the backward, so whole backwards are run as two halves.
+        second half of the backward, so whole backwards are run as two halves. spec: the kind of `auto`.
         """
         self._evicts, self._halves, self._remedy = evicts, halves, remedy
+        self._kind = spec or find(AUTO)
+        self._fused = self._kind.fused
 
     def state_dict(self) -> dict[str, Any] | None:
         state = super().state_dict()
@@ -188,7 +206,10 @@ class ChoiceLoop(SearchLoop):
         """Log nothing before the choice."""
 
     def _first(self, size: Size) -> Schedule:
-        return _one_at_a_time(find(AUTO).places(size), size.micro_batches)
+        return _one_at_a_time(self._places(size), size.micro_batches, "split" in self._kind.needs)
+
+    def _places(self, size: Size) -> Places:
+        return self._kind.places(size)
 
     def _gathered(self, executor: Executor, size: Size, room: Room) -> RunCosts:
         if self._evicts:
@@ -198,7 +219,7 @@ class ChoiceLoop(SearchLoop):
 
     def _find(self, costs: RunCosts, size: Size, queues: Queues) -> tuple[Schedule, str]:
         byte_ms = self._byte_ms if self._evicts else None
-        chosen, others = choose(costs, size, queues, byte_ms, self._halves, self._effort)
+        chosen, others = choose(costs, size, queues, byte_ms, self._halves, self._effort, self._kind)
         return chosen.program.schedule, self._said(chosen, others, costs, size)
 
     def _said(self, chosen: Option, others: list[Option], costs: RunCosts, size: Size) -> str:
@@ -210,6 +231,8 @@ class ChoiceLoop(SearchLoop):
         ]
         if stock is not None:
             parts.append(f"stock: {self._figures(stock, costs)}")
+        if costs.placement == "vee":
+            parts.append("stock is not among these, as layers lie in a V")
         return "; ".join(parts)
 
     def _figures(self, option: Option, costs: RunCosts) -> str:
@@ -228,15 +251,16 @@ def _size(nbytes: float) -> str:
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"
 
 
-def _one_at_a_time(places: Places, micro_batches: int) -> Schedule:
+def _one_at_a_time(places: Places, micro_batches: int, split: bool = True) -> Schedule:
     """Return the schedule in which each micro-batch begins when the one before it is done: none holds less."""
+    backward: tuple[Kind, ...] = (INPUT_GRADIENT, WEIGHT_GRADIENT) if split else (BACKWARD,)
 
     def row(stage: int) -> Iterator[Action]:
         chunks = [place.chunk for place in places.order if place.stage == stage]
         for number in range(micro_batches):
             yield from (Action(FORWARD, number, chunk) for chunk in chunks)
             for chunk in reversed(chunks):
-                yield from (Action(kind, number, chunk) for kind in (INPUT_GRADIENT, WEIGHT_GRADIENT))
+                yield from (Action(kind, number, chunk) for kind in backward)
 
     rows = tuple(tuple(row(stage)) for stage in range(places.stages))
     return Schedule("one-at-a-time", places.stages, micro_batches, places.chunks, places.chunks, rows, places=places)

@@ -27,7 +27,8 @@ class PartFigures(NamedTuple):
     Times are medians. `saved_bytes` is the most that one saved for its backward, and `left_bytes` the most that one
     kept between the two halves of that. `recomputed_bytes` is the most that one saved that is computed again, whose
     input gradient takes `recompute_ms` longer, and which shows by what it leaves how much others of its size save. What
-    no micro-batch shows is 0; where all are computed again, the input gradient's time is theirs.
+    no micro-batch shows is 0; where all are computed again, the input gradient's time is theirs. A whole backward
+    counts as an input gradient, with no weight gradient.
     """
 
     forward_ms: float
@@ -89,7 +90,9 @@ class PartWatch(Observer):
         return [self._of(chunk) for chunk in range(chunks)]
 
     def _of(self, chunk: int) -> PartFigures:
-        usual_ms, again_ms = self.ms[INPUT_GRADIENT, chunk], self.recomputed_ms[INPUT_GRADIENT, chunk]
+        usual_ms, again_ms = (
+            each[INPUT_GRADIENT, chunk] or each[BACKWARD, chunk] for each in (self.ms, self.recomputed_ms)
+        )
         saved, usual_left = (max(self.nbytes[kind, chunk], default=0) for kind in (FORWARD, INPUT_GRADIENT))
         again, again_left = (max(self.recomputed_nbytes[kind, chunk], default=0) for kind in (FORWARD, INPUT_GRADIENT))
         left = max(usual_left, again_left)
@@ -104,7 +107,7 @@ class PartWatch(Observer):
         )
 
     def _median_ms(self, kind: Kind, chunk: int) -> float:
-        return median([*self.ms[kind, chunk], *self.recomputed_ms[kind, chunk]])
+        return median([*self.ms[kind, chunk], *self.recomputed_ms[kind, chunk]] or [0.0])
 
     def batch_started(self, clock: Clock) -> None:
         self.then.batch_started(clock)

@@ -18,6 +18,7 @@ from evenpipe.runtime.resources import highest_of_all
 from evenpipe.schedule import (
     BACKWARD,
     INPUT_GRADIENT,
+    SEARCHED,
     WEIGHT_GRADIENT,
     Action,
     Places,
@@ -27,8 +28,8 @@ from evenpipe.schedule import (
     ScheduleError,
     Size,
     build,
+    find,
     loop,
-    vee,
     verify,
 )
 from evenpipe.schedule.search.costs import FORMAT, Part, Placement, RunCosts, check_caps, held_bytes
@@ -44,8 +45,6 @@ __all__ = ["FIRST", "Room", "SearchLoop"]
 
 #: The schedule of batches before there is an order, by model chunks a stage: one that saves little.
 FIRST: Final[Mapping[int, str]] = MappingProxyType({1: "zb-h1", 2: "v-min"})
-#: By model chunks a stage; more than these are placed one after the other.
-_PLACEMENTS: Final[Mapping[int, Placement]] = MappingProxyType({1: "straight", 2: "vee"})
 #: Messages that a stage receives and sends at once at most, in a V.
 _UNDER_WAY: Final = 12
 _MIB: Final = 2**20
@@ -92,6 +91,7 @@ class SearchLoop:
         self._next = 0
         self._found: dict[int, Schedule] = {}
         self._programs: dict[tuple[Size, Queues], Program] = {}
+        self._fused = False
 
     @property
     def compares(self) -> bool:
@@ -131,7 +131,7 @@ class SearchLoop:
         key, found = (size, queues), self._found.get(size.micro_batches)
         if key not in self._programs:
             schedule = self._first(size) if found is None else found
-            self._programs[key] = verify(schedule, any(schedule.evictions), queues)
+            self._programs[key] = verify(schedule, any(schedule.evictions), queues, self._fused)
         return self._programs[key]
 
     def end(self, executor: Executor, iteration: int, size: Size, room: Callable[[], Room]) -> None:
@@ -207,6 +207,10 @@ class SearchLoop:
         """Return the order of batches before there are times."""
         return _at_once(build(FIRST[size.chunks], size).schedule)
 
+    def _places(self, size: Size) -> Places:
+        """Return where the parts of the model are."""
+        return find(SEARCHED).places(size)
+
     def _find(self, costs: RunCosts, size: Size, queues: Queues) -> tuple[Schedule, str]:
         """Return, on rank 0, the order for these costs, and what is said of it."""
         began = time.monotonic()
@@ -217,7 +221,7 @@ class SearchLoop:
         """Return the costs of all parts; of replicas and shards the highest numbers."""
         self._limit_bytes = limit = room.limit_bytes
         stages, stage, device = size.stages, executor.stage_index, executor.device
-        places = vee(stages) if size.chunks == 2 else loop(stages, size.chunks)
+        places = self._places(size)
         [message_bytes] = highest_of_all([executor.counter.largest_sent], device)
         burst = Burst(1, max(1, int(message_bytes)))
         links_ms = measure_links(Ends(executor.connections, stage, stages, device), [burst])
@@ -236,7 +240,7 @@ class SearchLoop:
         self._check_room(found, places, caps)
         return RunCosts(
             format=FORMAT,
-            placement=_PLACEMENTS.get(size.chunks, "loop"),
+            placement=_placement(places),
             parts=found,
             message_ms=message_ms,
             memory_bytes=caps,
@@ -266,6 +270,12 @@ class SearchLoop:
             except ScheduleError:
                 return "micro-batches save more, or there is less room for what they save"
         return None
+
+
+def _placement(places: Places) -> Placement:
+    if places.chunks == 1:
+        return "straight"
+    return "loop" if places == loop(places.stages, places.chunks) else "vee"
 
 
 def _at_once(schedule: Schedule) -> Schedule:

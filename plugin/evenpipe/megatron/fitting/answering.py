@@ -26,7 +26,7 @@ from evenpipe.recipes.megatron import settings_of
 from evenpipe.recipes.megatron_rules import starts
 from evenpipe.recipes.provider import field_of
 from evenpipe.recipes.surroundings import in_megatron
-from evenpipe.settings.spelling import in_flags
+from evenpipe.settings.spelling import FLAGS, in_flags
 from evenpipe.train.engines import ENGINES
 
 __all__ = ["TITLES", "Answer", "Fit", "Found", "answered", "fit"]
@@ -127,7 +127,7 @@ def answered(source: Source, keep: frozenset[Aspect], step: Callable[[str], None
     except EstimateError as error:
         raise FitError(in_megatron(in_flags(error))) from error
     shown = _answers(found, source, asked.run)
-    notes = [*source.notes, *notes, *_of_gain(found, shown)]
+    notes = [*source.notes, *notes, *_of_swaps(source, shown), *_of_gain(found, shown)]
     return Found(found, Fit(now=found.now.estimate.to_json(), answers=shown, notes=notes))
 
 
@@ -221,6 +221,12 @@ def _loss(source: Source, old: Run, new: Run) -> str:
     if aspects <= _SAME_BITS:
         return "same bits"
     return "other dropout" if source.found.model.dropout else "rounding"
+
+
+def _of_swaps(source: Source, shown: Sequence[Answer]) -> list[str]:
+    """Return a note where the run swaps, which its estimate does not have, and answers do not."""
+    swap = source.found.settings.swap
+    return [] if swap is None or not shown else [f"{FLAGS.mention('swap', swap)}: left out of all answers"]
 
 
 def _of_gain(found: Answers, shown: Sequence[Answer]) -> list[str]:

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import PurePath
 from typing import Any, Final
 
@@ -27,6 +28,28 @@ __all__ = ["FitError", "Source", "kept", "option", "source_of_line", "source_of_
 _CLUSTER: Final = "a100-80gb"
 #: Tokens of a vocabulary whose size no flag gives: Llama 3's.
 _VOCABULARY: Final = 128_256
+_CAPTURED: Final = "CUDA graphs of Transformer Engine are captured in Megatron's order: no schedule with another order"
+#: Flags that change neither memory nor time by much; and how others of that kind begin.
+_NEUTRAL: Final = frozenset(
+    (
+        *("--moe-router-score-function", "--moe-router-enable-expert-bias", "--moe-router-topk-scaling-factor"),
+        *("--moe-router-bias-update-rate", "--moe-router-pre-softmax", "--moe-z-loss-coeff", "--train-samples"),
+        *("--manual-gc", "--manual-gc-interval", "--distributed-timeout-minutes", "--async-save", "--finetune"),
+        *("--no-load-optim", "--no-load-rng", "--no-save-optim", "--no-mmap-bin-files", "--use-rope-scaling"),
+        *("--no-create-attention-mask-in-dataloader", "--calculate-per-token-loss", "--exit-duration-in-mins"),
+        *("--exit-interval", "--save-retain-interval", "--use-checkpoint-args", "--auto-detect-ckpt-format"),
+        *("--glu-linear-offset", "--activation-func-clamp-value", "--softmax-type", "--te-rng-tracker"),
+        *("--beta-fast", "--beta-slow", "--no-check-for-nan-in-loss-and-grad", "--rope-scaling-factor"),
+        *("--adam-eps", "--data-cache-path", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"),
+        *("--trust-remote-code", "--no-one-logger", "--apply-layernorm-1p", "--rotary-seq-len-interpolation-factor"),
+        *("--init-method-xavier-uniform", "--mscale", "--mscale-all-dim", "--rotary-scaling-factor"),
+    )
+)
+_NEUTRAL_STARTS: Final = (
+    *("--log-", "--tensorboard-", "--wandb-", "--dist-ckpt-", "--yarn-", "--lr-", "--muon-", "--eval-", "--train-data"),
+    *("--valid-data", "--test-data", "--tiktoken-", "--tokenizer-", "--sft-tokenizer-", "--ckpt-", "--profile"),
+    *("--rerun-", "--ft-", "--override-"),
+)
 #: The least similarity of a misspelt flag to the flag that was meant: a letter or two differ.
 _SLIP: Final = 0.94
 
@@ -57,11 +80,17 @@ class Source:
 
     def schedules(self, run: Run) -> tuple[tuple[str, ...], bool, list[str]]:
         """Return EvenPipe's schedules that go together with the run, whether BPipe does, and why others do not."""
-        from evenpipe.megatron.unsupported import refused_in_a_v, refused_settings  # which imports torch
+        from evenpipe.megatron.unsupported import captures, refused_in_a_v, refused_settings  # which imports torch
 
-        for refusal in refused_settings(self.given, False):
-            return (), False, [f"without EvenPipe's schedules: {refusal.setting} {refusal.reason}"]
+        asked = self.found.settings
+        for refusal in refused_settings(self.given, asked.bpipe, swaps=asked.swap is not None):
+            if asked.active:
+                raise FitError(f"EvenPipe's flags do not go with the others: {refusal.why}: {refusal.remedy}")
+            why = f"{refusal.setting} {refusal.reason}" if self.bridge else refusal.why
+            return (), False, [f"without EvenPipe's schedules: {why}"]
         bpipe = not any(refused_settings(self.given, True))
+        if captures(self.given) is not None:  # in Megatron's order; nothing is captured there of two passes together
+            return () if run.overlap_experts else ("1f1b", "interleaved"), bpipe, [_CAPTURED]
         vees = not self.bridge and not any(refused_in_a_v(self.given))
         if run.overlap_experts:
             return ("1f1b", "interleaved", *["dualpipev"] * vees), bpipe, []
@@ -96,9 +125,13 @@ def source_of_line(
     for number, word in enumerate(line.flags):
         name, sign, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
-            values = [value] if sign else line.flags[number + 1 : number + 2]
-            setattr(given, name.replace("-", "_"), next((one for one in values if not one.startswith("--")), True))
+            values = [value] if sign else [*takewhile(_is_value, line.flags[number + 1 :])]
+            setattr(given, name.replace("-", "_"), True if not values else values if values[1:] else values[0])
     return _read(line, PurePath(line.script).name, on, memory_gib, given, None, vocabulary)
+
+
+def _is_value(word: str) -> bool:
+    return not word.startswith("--")
 
 
 def source_of_settings(
@@ -143,16 +176,16 @@ def _read(
         notes.append(f"no --vocab-size: taken for {_VOCABULARY:,} tokens")
     if sections is None:  # settings have values for all there is, of use or not
         notes.extend(found.ignored)
-    if found.unread:
-        names = " ".join(_unread(word.partition("=")[0]) for word in found.unread)
+    if names := " ".join(filter(None, (_unread(word.partition("=")[0]) for word in found.unread))):
         notes.append(f"not read, so that what they change is not in these estimates: {names}")
     return Source(line, found, nodes, tuple(notes), given, sections)
 
 
 def _unread(flag: str) -> str:
-    """Return the flag, followed by the known flag that it seems to misspell, if there is one."""
-    close = get_close_matches(flag, known_flags(), n=1, cutoff=_SLIP)
-    return f"{flag} (did you mean {close[0]}?)" if close else flag
+    """Return the flag, followed by the known flag that it seems to misspell, if any; "" for one that changes little."""
+    if close := get_close_matches(flag, known_flags(), n=1, cutoff=_SLIP):
+        return f"{flag} (did you mean {close[0]}?)"
+    return "" if flag in _NEUTRAL or flag.startswith(_NEUTRAL_STARTS) else flag
 
 
 def _cluster(on: str | Cluster | None, memory_gib: float | None, line: Line) -> tuple[Cluster, list[str]]:

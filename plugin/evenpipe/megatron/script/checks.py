@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -11,7 +11,6 @@ import torch
 from evenpipe.megatron.grouping import group_size
 from evenpipe.megatron.script.delayed import too_old_engine
 from evenpipe.megatron.script.flags import ArgumentError
-from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
 from evenpipe.megatron.unsupported import (
     Refusal,
     overlaps,
@@ -20,27 +19,20 @@ from evenpipe.megatron.unsupported import (
     refused_settings,
     refused_with_search,
     refused_with_tuning,
+    unlike_a_v,
 )
 from evenpipe.megatron.vee import check_placement
 from evenpipe.report.files import check_writable
-from evenpipe.schedule import Need, Programs, ScheduleError, Size, Spec, check_offers, overlapping
+from evenpipe.schedule import AUTO, Need, Programs, ScheduleError, Size, Spec, check_offers, overlapping
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in, one_group
 from evenpipe.settings.spelling import FLAGS, flag
 from evenpipe.train.engines import ENGINES
 from evenpipe.upstream.installed import wrong_apex
 
-__all__ = ["check", "spec_of", "warnings"]
+__all__ = ["check", "spec_of", "stays_stock", "warnings"]
 
 
-# Of arguments that are not called as their flag is.
-_FLAGS: Mapping[str, str] = {
-    "cpu_offloading": "--cpu-offloading-num-layers",
-    "fp4": "--fp4-format",
-    "fp8": "--fp8-format",
-    "nccl_ub": "--use-nccl-ub",
-}
-_LAST_STAGE_LOGS_IT: Final = ("0.14", "0.15")  # the decoupled learning rate
 _GROUP_FLAG: Final = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
@@ -62,6 +54,8 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
     except ScheduleError as error:
         said = str(error).removeprefix(f"schedule={config.spec.name}: ")
         raise ArgumentError(f"{flag('schedule')} {config.schedule}: {said}") from None
+    if stays_stock(config, args) is not None:
+        return
     if config.active:
         asked = _asked(config)
         try:
@@ -78,9 +72,16 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
         in_a_v = refused_in_a_v(args) if "vee" in _needed(config, args) else ()
         refused = (*settings, *with_two_versions, *with_tuning, *with_search, *in_a_v)
         for refusal in refused or _refused_capture(config, args):
-            theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
-            setting = f"{theirs} {refusal.value}".rstrip()
-            raise ArgumentError(f"{asked}: {setting} {refusal.reason}: {refusal.remedy}")
+            raise ArgumentError(f"{asked}: {refusal.why}: {refusal.remedy}")
+
+
+def stays_stock(config: EvenPipeConfig, args: Namespace) -> str | None:
+    """Return why a run that is to choose its schedule has nothing to choose; None for others."""
+    if config.schedule != AUTO:
+        return None
+    from evenpipe.megatron.script.auto import why_stock
+
+    return why_stock(args)
 
 
 def warnings(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
@@ -98,6 +99,10 @@ def spec_of(config: EvenPipeConfig, args: Namespace) -> Spec:
 
     Raises ScheduleError where it cannot compute forwards and backwards together, as they ask for.
     """
+    if config.schedule == AUTO:
+        from evenpipe.megatron.script.auto import auto_spec  # with what searches, which others do without
+
+        return auto_spec(args, _size(args, 1).micro_batches)
     if not overlaps(args):
         return config.spec
     return overlapping(config.spec, args.virtual_pipeline_model_parallel_size or 1)
@@ -164,7 +169,7 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
             f"--num-virtual-stages-per-pipeline-rank {config.spec.chunks[1]}"
         )
     if "vee" in needs:
-        yield from _in_a_v(asked, args)
+        yield from (f"{asked}: {line}" for line in unlike_a_v(args))
     if chunks is None and "chunks" in needs:
         yield (
             f"{asked}: needs --num-layers-per-virtual-pipeline-stage or "
@@ -189,21 +194,6 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
         yield (
             f"{flag('trace_iteration')} {config.trace_iteration}: comes after --train-iters {last}: "
             "choose an earlier one"
-        )
-
-
-def _in_a_v(asked: str, args: Namespace) -> Iterator[str]:
-    """A line for each of Megatron's arguments that a V cannot have in this release, or with this layout."""
-    if getattr(args, "decoupled_lr", None) is not None and MEGATRON_CORE.series(RELEASES) in _LAST_STAGE_LOGS_IT:
-        yield (
-            f"{asked}: --decoupled-lr is logged by the last stage in this release, which has neither the embedding nor "
-            "the output layer in a V: leave it out, or use megatron-core 0.16 or newer"
-        )
-    layout = getattr(args, "pipeline_model_parallel_layout", None)
-    if layout is not None and "m" in str(layout).replace(",", "").rpartition("|")[0]:
-        yield (
-            f"{asked}: --pipeline-model-parallel-layout {layout} has multi-token prediction apart from the loss; in a V"
-            " both are in the last part: put m before L"
         )
 
 

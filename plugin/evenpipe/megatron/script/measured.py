@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from evenpipe.megatron.script.checks import spec_of
 from evenpipe.megatron.script.hooks import save_patch, set_up_patch, with_values
 from evenpipe.megatron.script.log import say, say_on_last_rank
 from evenpipe.megatron.script.partition import layer_kinds
@@ -42,6 +43,11 @@ def _settings(args: Namespace) -> dict[str, Any]:
     return {name: getattr(args, name, None) for name in names} | {"layout": layer_kinds(args)}
 
 
+def _placed_settings(args: Namespace) -> dict[str, Any]:
+    needs = spec_of(EvenPipeConfig.of(schedule=AUTO), args).needed(args.virtual_pipeline_model_parallel_size or 1)
+    return _settings(args) | {"placed": sorted(needs)}
+
+
 _AUTO: Final = "--group-size auto"
 _ANEW: Final = f"{_AUTO}: what was saved is of other batches or memory: tunes anew"
 _UNEVEN: Final = "samples count different tokens in the loss: add --calculate-per-token-loss, if the script honours it"
@@ -60,7 +66,7 @@ _CHOSEN: Final = SavedState(
     "evenpipe_auto",
     "trains by the schedule that was chosen",
     "has no choice for these settings: chooses again",
-    _settings,
+    _placed_settings,
 )
 
 
@@ -211,7 +217,7 @@ class ChosenTraining(MeasuredTraining):
 
         super().__init__(config, args, _CHOSEN)
         tuning = Tuning(0, int, log=lambda line: say(f"{AUTO}: {line}") if args.rank == 0 else None)
-        self.schedule = ChosenSchedule(tuning, observer, connected=connected)
+        self.schedule = ChosenSchedule(tuning, observer, connected=connected, schedule=spec_of(config, args))
 
 
 def measured_patches(training: MeasuredTraining) -> PatchSet:

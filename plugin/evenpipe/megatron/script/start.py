@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from evenpipe.megatron.script.checks import check, spec_of, warnings
+from evenpipe.megatron.script.checks import check, spec_of, stays_stock, warnings
 from evenpipe.megatron.script.flags import ArgumentError, config_from
 from evenpipe.megatron.script.partition import layer_kinds, planned
 from evenpipe.megatron.symbols import OVERLAPPING
@@ -63,11 +63,16 @@ def start(args: Namespace) -> None:
 def asked_for(args: Namespace) -> tuple[EvenPipeConfig, WrittenLayout | None]:
     """Return the settings that the EvenPipe flags in `args` ask for, and their plan, if any.
 
-    Raises ArgumentError for flags that do not go together.
+    None are asked for where --evenpipe auto has nothing to choose, which rank 0 says. Raises ArgumentError for flags
+    that do not go together.
     """
     config = config_from(args)
     plan = planned(config, args)
     check(config, args)
+    if (why := stays_stock(config, args)) is not None:
+        if args.rank == 0:
+            print(f" [evenpipe] {config.schedule}: trains by Megatron's own schedule: {why}", flush=True)
+        return EvenPipeConfig.of(), None
     return config, plan
 
 
