@@ -102,6 +102,12 @@ def compiled(chunk: Chunk, value: Tensor) -> Tensor:
     return chunk.second(torch.compile(part, backend="aot_eager", fullgraph=True)(chunk.second(value)))
 
 
+def compiled_by(
+    compute: Callable[[Chunk, Tensor], Tensor], backend: str = "aot_eager", **given: bool
+) -> Callable[[Chunk, Tensor], Tensor]:
+    return torch.compile(compute, backend=backend, fullgraph=True, **given)
+
+
 CASES: dict[str, Callable[[Chunk, Tensor], Tensor]] = {
     "layers": lambda chunk, value: chunk.block(value),
     "thrice": lambda chunk, value: chunk.first(chunk.second(chunk.first(chunk.first(value)))),
@@ -144,6 +150,19 @@ CASES: dict[str, Callable[[Chunk, Tensor], Tensor]] = {
     )[0],
     "vmap": lambda chunk, value: torch.vmap(chunk.first)(value),
     "compiled": compiled,
+    "compiled as a whole": compiled_by(lambda chunk, value: chunk.block(value)),
+    "compiled, the same twice": compiled_by(lambda chunk, value: chunk.first(value) + chunk.first(value)),
+    "compiled with a checkpoint": compiled_by(
+        lambda chunk, value: functional.linear(checkpoint(chunk.block, value, use_reentrant=False), chunk.table)
+    ),
+    "compiled in a checkpoint": lambda chunk, value: checkpoint(
+        compiled_by(lambda chunk, value: chunk.block(value)), chunk, value, use_reentrant=False
+    ),
+    "compiled with autocast": compiled_by(lambda chunk, value: autocast(chunk, chunk.block(value), caches=False)),
+    "compiled, transposed": compiled_by(transposed),
+    "compiled, a vector beside": compiled_by(mixed),
+    "compiled, transposed weight": compiled_by(lambda chunk, value: functional.linear(value, chunk.table)),
+    "compiled vmap": compiled_by(lambda chunk, value: torch.vmap(chunk.first)(value)),
     "keywords": lambda chunk, value: functional.linear(weight=chunk.first.weight, input=value, bias=None),
     "an operation": lambda chunk, value: torch.ops.aten.linear.default(value, chunk.first.weight, chunk.first.bias),
 }
@@ -206,19 +225,83 @@ def test_two_halves_have_the_bits_of_a_whole_backward(case, starts, dtype):
     [
         *(("layers", {"first", "second"}), ("checkpoint", {"first", "second"}), ("attention", {"first", "second"})),
         *(("checkpoints, reentrant", {"first", "second"}), ("autocast", {"first", "second"}), ("vmap", set())),
-        *(("compiled", {"second"}), ("a vector beside", {"first"}), ("transposed", {"first", "second"})),
+        *(("compiled", {"first", "second"}), ("a vector beside", {"first"}), ("transposed", {"first", "second"})),
         *(("an operation", {"first"}), ("a function that leaves its product", {"first", "second"})),
         ("attention of torch's own", set()),
+        *((f"compiled {how}", {"first", "second"}) for how in ("as a whole", "in a checkpoint", "with autocast")),
+        *(("compiled with a checkpoint", {"table"}), ("compiled, the same twice", {"first"})),
+        *(("compiled, a vector beside", {"first"}), ("compiled vmap", set())),
     ],
 )
 def test_weights_have_no_gradient_before_the_second_half(case, left):
     torch.compiler.reset()
     noted: list[set[str]] = []
     found = gradients(CASES[case], torch.float32, True, noted=noted)
-    weights = {f"{name}.weight" for name in left}
+    weights = {"table" if name == "table" else f"{name}.weight" for name in left}
     assert not weights & noted[-1]
     everything = {name for (name, _), one in zip(Chunk().named_parameters(), found[3:], strict=True) if one is not None}
     assert everything - noted[-1] == weights
+
+
+class Compiled(nn.Module):
+    """A part as users have them compiled, of many products of one size: the compiler has memory to use again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied.weight = self.words.weight
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            value = torch.sin(layer(functional.gelu(value))) * value + torch.tanh(value)
+        return self.tied(value + self.words(torch.arange(value.shape[-2])))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_part_of_any_length_leaves_its_products_and_has_the_bits_of_the_whole_compiled_one(backend):
+    """With shapes that vary, too. Memory that the compiled backward uses again does not change what was left."""
+
+    def run(halves: bool) -> list[Tensor | None]:
+        torch.compiler.reset()
+        part = Compiled()
+        compiled = torch.compile(part, backend=backend, fullgraph=True, dynamic=True)
+        of_chunk = LinearGradients(compiled, lambda unit: nullcontext())
+        torch.manual_seed(1)
+        values = [torch.randn(2, length, WIDTH, requires_grad=True) for length in (5, 9)]
+        sums = []
+        for value in values:
+            with of_chunk.calls if halves else nullcontext():
+                sums.append(compiled(value).square().sum())
+        hooked: list[bool] = []
+        for layer in part.layers:
+            layer.weight.register_post_accumulate_grad_hook(lambda weight: hooked.append(weight.grad is not None))
+        for number, one in enumerate(sums):
+            if halves:
+                of_chunk.leave(Unit(number), lambda one=one: one.backward() or [])
+                assert all(layer.weight.grad is None for layer in part.layers)
+                assert not any(hooked)  # as torch calls them where an autograd Function returns None
+            else:
+                one.backward()
+        for number in range(len(sums)) if halves else ():
+            of_chunk.compute(Unit(number))
+        assert sum(hooked) == len(sums) * len(part.layers)
+        return [*(one.grad for one in values), *(one.grad for one in part.parameters())]
+
+    assert_same(run(True), run(False))
+
+
+def test_weights_of_another_chunk_in_a_compiled_part_are_named():
+    torch.compiler.reset()
+    one, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    of_one, _ = (LinearGradients(chunk, lambda unit: nullcontext()) for chunk in (one, other))
+    value = torch.randn(2, WIDTH, requires_grad=True)
+    with of_one.calls:
+        found = torch.compile(other, backend="aot_eager")(value).sum()
+    with pytest.raises(RuntimeError, match="a compiled part was traced with weights of its own, and runs with those"):
+        of_one.leave(Unit(0), lambda: found.backward() or [])
 
 
 @pytest.mark.parametrize("frozen", ["first", "second", "norm"])

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from evenpipe.runtime.executor import Observer
-from evenpipe.schedule import Size, build
+from evenpipe.schedule import Action, Size, build
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.scaling import PipelineScaler
 from evenpipe.torch.tuned import GroupTuning
@@ -141,12 +141,18 @@ def refusal(step: Any, *given: Any, **named: Any) -> str:
     return ""
 
 
-class Remarks(Observer):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
+class Noting(Observer):
+    """Notes how many linear layers had a gradient after the first backwards of inputs, before any of weights."""
 
-    def remark(self, line: str) -> None:
-        self.lines.append(line)
+    def __init__(self) -> None:
+        self.pipeline: ModulePipeline | None = None
+        self.found: list[int] = []
+
+    def ended(self, action: Action) -> None:
+        if action.kind == "D" and not self.found:
+            assert self.pipeline is not None
+            layers = (one for part in self.pipeline.chunks for one in part.modules() if isinstance(one, nn.Linear))
+            self.found.append(sum(one.weight.grad is not None for one in layers))
 
 
 def carry_out(name: str, rank: int, folder: Path) -> dict[str, Any]:
@@ -157,9 +163,9 @@ def carry_out(name: str, rank: int, folder: Path) -> dict[str, Any]:
         made = part_of(parts, position)
         return torch.compile(made, backend="aot_eager") if compiles else made
 
-    told = Remarks()
+    told = Noting()
     program = build(name.partition(",")[0], Size(STAGES, MICRO_BATCHES, chunks))
-    pipeline = ModulePipeline(part, program, loss, observer=told)
+    told.pipeline = pipeline = ModulePipeline(part, program, loss, observer=told)
     model = whole(parts)
     tokens, named = batch()
     mean = pipeline.step(tokens, tokens, **named)
@@ -174,7 +180,7 @@ def carry_out(name: str, rank: int, folder: Path) -> dict[str, Any]:
             {name: one for name, one in pipeline.state_dict().items() if "running" in name} or {"": torch.zeros(1)},
             {**model.state_dict(), "": torch.zeros(1)},
         ),
-        "remarks": told.lines,
+        "before W": told.found,
         "mistyped": refusal(pipeline.step, tokens, tokens, **named, mosk=named["mask"]),
     }
     state = pipeline.full_state_dict()

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from evenpipe.runtime.compiled_linear import SPLITS, anchor_of, linear_in_graph, whole_in_graph
 from evenpipe.runtime.weight_gradients import WeightGradients
 from evenpipe.schedule import Unit
 
@@ -33,9 +34,12 @@ class LinearGradients(WeightGradients):
     one too if its backward finds these halves on its weight, by `getattr(weight, MARK, None)`, gives them
     `add(weight, tensors, product)`, and returns None in place of the gradient.
 
-    All other gradients are computed in the first half: of what `torch.compile` has compiled, of calls inside functions
-    of torch's own (`multi_head_attention_forward`), of a weight that the chunk has looked up as an embedding, and of
-    one that another of `chunks` has too.
+    What `torch.compile` compiles inside `calls` leaves products too, each with a copy of its tensors. Its graphs are
+    others than those that it compiles outside.
+
+    All other gradients are computed in the first half: of calls inside functions of torch's own
+    (`multi_head_attention_forward`), of activation checkpoints within what is compiled, of a weight that the chunk has
+    looked up as an embedding, and of one that another of `chunks` has too.
     """
 
     def __init__(
@@ -46,7 +50,8 @@ class LinearGradients(WeightGradients):
     ) -> None:
         others = {id(weight) for other in chunks if other is not chunk for weight in other.parameters()}
         super().__init__(chunk, (one for one in chunk.parameters() if id(one) not in others), recording)
-        self.calls = _Calls(self)
+        self._at: dict[int, torch.nn.Parameter] = {}
+        self.calls = _Calls(self, chunk)
 
     def leave(self, unit: Unit, backward: Callable[[], list[Tensor]]) -> list[Tensor]:
         def inside() -> list[Tensor]:
@@ -58,38 +63,65 @@ class LinearGradients(WeightGradients):
             return super().leave(unit, inside)
         finally:
             self.unmark()
+            self._at.clear()
+
+    def add_of_graph(self, weight: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Leave the product of a compiled backward, or the gradient, by a tensor that lies where the weight does."""
+        self._at = self._at or {one.data_ptr(): one for one in self.weights}
+        found = self._at.get(weight.data_ptr())
+        if found is None or found.shape != weight.shape:
+            raise RuntimeError(
+                "a compiled part was traced with weights of its own, and runs with those of another chunk: take a "
+                "schedule of whole backwards, such as 1f1b"
+            )
+        self.add(found, tensors, _product_of(found) if len(tensors) > 1 else _itself)
 
 
 class _Calls(TorchFunctionMode):
     """Sees every call of torch's functions, on autograd's threads too."""
 
-    def __init__(self, halves: LinearGradients) -> None:
+    def __init__(self, halves: LinearGradients, chunk: torch.nn.Module) -> None:
         super().__init__()
         self._halves = halves
         self._weights = {id(one): one for one in halves.weights if one.dim() == 2 and one.is_floating_point()}
         #: An input of all that leaves a product, so that it has a backward whatever else has.
-        self._anchor = next(iter(halves.weights), torch.empty(0)).new_empty(0).requires_grad_()
+        self._anchor = anchor_of(next(iter(halves.weights), torch.empty(0)), halves.add_of_graph)
+        looked_up = {id(one.weight) for one in chunk.modules() if isinstance(one, torch.nn.Embedding)}
+        for one in chunk.parameters():  # by which a graph is compiled
+            setattr(one, SPLITS, id(one) in self._weights and id(one) not in looked_up)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _LINEAR or func is _LINEAR_OPERATION:
-            if not torch.compiler.is_compiling():
-                return self._linear(func, *args, **kwargs)
+            of = self._linear_in_graph if torch.compiler.is_compiling() else self._linear
+            return of(func, *args, **kwargs)
         elif func is functional.embedding or func is _EMBEDDING_OPERATION:
             if not torch.compiler.is_compiling():
                 for one in (*args, *kwargs.values()):
-                    self._weights.pop(id(one), None)
+                    if self._weights.pop(id(one), None) is not None:
+                        setattr(one, SPLITS, False)
         elif func is Tensor.backward or func is torch.autograd.backward:
             with self:  # which torch turns off while it calls a function
                 return _backward(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _linear_in_graph(self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not getattr(weight, SPLITS, False) or not weight.requires_grad or not torch.is_grad_enabled():
+            found: Tensor = func(input, weight, bias)
+        elif torch._C._are_functorch_transforms_active():
+            found = func(input, weight, bias)
+        elif _folds(input):
+            found = linear_in_graph(func, self._anchor, input, weight, bias)
+        else:
+            found = func(input, whole_in_graph(self._anchor, weight), bias)
+        return found
 
     def _linear(self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         known = id(weight) in self._weights and weight.requires_grad and torch.is_grad_enabled()
         if not known or torch._C._are_functorch_transforms_active():
             found: Tensor = func(input, weight, bias)
             return found
-        use = _Use(self._halves, weight, _is_transposed(weight))
+        use = _Use(self._halves, weight, _product_of(weight))
         if type(input) not in (Tensor, torch.nn.Parameter) or not _folds(input):
             alias = _Whole.apply(self._anchor, use)  # type: ignore[no-untyped-call]
             found = func(input, alias, bias)
@@ -107,11 +139,11 @@ class _Calls(TorchFunctionMode):
 
 
 class _Use(NamedTuple):
-    """How a linear layer uses a weight. Its product is `transposed` where autograd makes it so."""
+    """How a linear layer uses a weight."""
 
     halves: LinearGradients
     weight: Any
-    transposed: bool
+    product: Callable[[Tensor, Tensor], Tensor]
     cast: object = None
 
 
@@ -127,8 +159,8 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        halves, weight, transposed, cast = ctx.use
-        halves.add(weight, [*ctx.saved_tensors, gradient], _transposed_product if transposed else _product, cast)
+        halves, weight, product, cast = ctx.use
+        halves.add(weight, [*ctx.saved_tensors, gradient], product, cast)
         return gradient, None, None, None
 
 
@@ -163,9 +195,9 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _is_transposed(weight: Tensor) -> bool:
-    """Return whether autograd multiplies the other way round (mm_mat2_backward in torch's FunctionsManual.cpp)."""
-    return weight.stride() != (weight.shape[1], 1)
+def _product_of(weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the product as autograd makes it: by the weight's layout (mm_mat2_backward in FunctionsManual.cpp)."""
+    return _product if weight.stride() == (weight.shape[1], 1) else _transposed_product
 
 
 def _folds(taken: Tensor) -> bool:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from evenpipe.runtime.linear import LinearGradients
 from evenpipe.runtime.precisions import autocast_dtype
 from evenpipe.schedule import FORWARD, Kind, Unit
+
+if TYPE_CHECKING:
+    from evenpipe.runtime.linear import LinearGradients
 
 __all__ = ["Edges", "FusingStage", "ModuleStage", "SplitStage", "Stage", "Stepping", "VaryingStage", "check_sent"]
 
@@ -125,6 +127,8 @@ class ModuleStage:
         self._outputs: dict[Unit, dict[int, GradientEdge]] = {}
         self._weight_gradients: list[LinearGradients] = []
         if recording is not None:
+            from evenpipe.runtime.linear import LinearGradients  # which loads what compiles
+
             self._weight_gradients = [LinearGradients(chunk, recording, self.chunks) for chunk in self.chunks]
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:

@@ -20,6 +20,7 @@ __all__ = [
     "Streams",
     "current",
     "is_asynchronous",
+    "is_capturing",
     "on",
     "opened",
     "pinned",
@@ -175,6 +176,11 @@ def _of(device: torch.device) -> Streams:
 def is_asynchronous(device: torch.device) -> bool:
     """Return whether the host goes on before `device` has done the work it was given."""
     return _of(device).is_asynchronous
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether this thread's work is recorded for a CUDA graph, whose replays call no Python."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def opened(device: torch.device) -> Stream:

@@ -71,12 +71,6 @@ class ModulePipeline(Pipeline):
         self._finds_edges = between is None
         self._loss = loss
         self._keywords = Keywords(chunks)
-        for number, chunk in self._numbered if self.executor.recording(self.program) else ():
-            if hasattr(chunk, "_orig_mod") or getattr(chunk, "_compiled_call_impl", None) is not None:
-                self.executor.observer.remark(
-                    f"part {number} is compiled as a whole, so all of its gradients are computed in the first half of "
-                    f"its backward, and {program.schedule.name} gains nothing: compile what lies between linear layers"
-                )
         #: Of each part's parameters and buffers, by their names in the uncut model.
         names = names or _name_in_sequential
         self._named = [{names(number, name): name for name in chunk.state_dict()} for number, chunk in self._numbered]
