@@ -78,6 +78,11 @@ _RUNS: dict[str, dict[str, Any]] = {
         "case": _case(2, {**_BF16, **_ZERO, "gradient_clipping": 0.0}, tied=True),
         "folder": "zero",
     },
+    # DeepSpeed itself would step with it.
+    "bf16, ZeRO, an overflow": {
+        "case": _case(2, {"bf16": {"enabled": True, "check_grad_overflow": False}, **_ZERO, **_FEW}),
+        "broken": 1,
+    },
     # The first losses are scaled by too much: the first two steps, and then some, are skipped.
     "fp16": {
         "case": _case(4, {**_SCHEDULED, **_FEW, **_CLIPPED, "fp16": _FP16}, tied=True) | {"steps": 3},
@@ -107,6 +112,7 @@ _LONG = {
     "bf16, an overflow",
     "bf16, tied",
     "ZeRO, an overflow",
+    "bf16, ZeRO, an overflow",
     "bf16, ZeRO, unclipped",
     "fp16, ZeRO, one scale",
     "shards, fp16",

@@ -167,7 +167,7 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             _ZERO,
             *("cpu_offload", "use_grad_accum_attribute", "bit16_groups_flat", "parallel_partitioned_bit16_groups"),
             *("averaged_gradients", "gradient_accumulation_dtype", "partition_count", "params_in_partition"),
-            *("first_offset", "overflow", "loss_scale", "model_parallel_rank"),
+            *("first_offset", "overflow", "loss_scale", "model_parallel_rank", "check_grad_overflow"),
         ),
         **_present("deepspeed.accelerator", "get_accelerator"),
         **_present("deepspeed.pipe", "LayerSpec", "TiedLayerSpec", "PipelineModule"),
@@ -252,6 +252,6 @@ _REASONS: Mapping[str, str] = {
         _ZERO,
         _STEP,
         *("scaled_global_norm", "check_overflow", "_update_scale", "_model_parallel_all_reduce", "overflow"),
-        *("loss_scale", "model_parallel_rank"),
+        *("loss_scale", "model_parallel_rank", "check_grad_overflow"),
     ),
 }

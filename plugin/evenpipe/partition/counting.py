@@ -73,6 +73,7 @@ class NodeCounts(NamedTuple):
     cut_allowed: bool
     cut_bytes: int
     output_bytes: int
+    left_bytes: int
     work: Work
 
 
@@ -126,6 +127,9 @@ def count(graph: Graph, device_type: str, progress: Progress = lambda done, tota
             return None
         return storages.setdefault(number, _StorageUses(tensor.untyped_storage().nbytes(), producer))
 
+    def trained(weight: Tensor) -> bool:
+        return weight.requires_grad and weight.dim() == 2 and numbers.of(weight) in resident
+
     def call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kernel: _Call = replaced.get(node.target, node.target)  # type: ignore[arg-type]
         place = index.get(node, -1)
@@ -154,13 +158,15 @@ def count(graph: Graph, device_type: str, progress: Progress = lambda done, tota
                 uses.users.add(place)
                 if tensor._version != version:
                     uses.changers.add(place)
+        output_bytes = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
         nodes.append(
             NodeCounts(
                 name=names[place],
                 random=graph.observed[node].random,
                 cut_allowed=graph.cut_allowed[place],
                 cut_bytes=graph.cut_bytes(place),
-                output_bytes=sum(tensor.numel() * tensor.element_size() for tensor in outputs),
+                output_bytes=output_bytes,
+                left_bytes=output_bytes if node.target is _aten.linear.default and trained(args[1]) else 0,
                 work=works[key],
             )
         )

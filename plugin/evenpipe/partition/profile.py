@@ -80,6 +80,8 @@ class Node(Frozen):
     those that it is the last to read and no backward needs. `parameter_bytes`, `gradient_bytes` and `optimizer_bytes`:
     of parameters that it is the first to use. `output_bytes`: of the tensors that it returns, views too. `cut_allowed`:
     a stage may end with it; `cut_bytes`: what the next stage then receives. `random`: it draws random numbers.
+    `left_bytes`: of the gradient of its output, where that and what it saved wait for the second half of a backward, as
+    a linear layer's weight does; 0 for all others.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Node(Frozen):
     cut_allowed: bool
     cut_bytes: int = Field(ge=0)
     random: bool = False
+    left_bytes: int = Field(default=0, ge=0)
 
 
 class Origin(Frozen):

@@ -78,6 +78,7 @@ def between(low: Counts, high: Counts, micro_batch_size: int) -> Counts | None:
         a._replace(
             cut_bytes=line(a.cut_bytes, b.cut_bytes),
             output_bytes=line(a.output_bytes, b.output_bytes),
+            left_bytes=line(a.left_bytes, b.left_bytes),
             work=Work(*(Effort(*map(line, *efforts)) for efforts in zip(a.work, b.work, strict=True))),
         )
         for a, b in zip(low.nodes, high.nodes, strict=True)
@@ -124,6 +125,7 @@ def _assembled(counts: Counts, times: Sequence[NodeTimes], source: TimeSource, m
             cut_allowed=node.cut_allowed,
             cut_bytes=node.cut_bytes,
             random=node.random,
+            left_bytes=node.left_bytes,
         )
         for number, node in enumerate(counts.nodes)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from evenpipe.partition.dawnpiper.copies import Workload, copies_of
@@ -45,6 +46,25 @@ def test_a_stage_holds_what_the_simulator_says_that_it_holds(workload: Workload,
             by_place[place.stage][place.chunk] = nbytes
         found = simulate(program, Costs((1.0,) * stages, (2.0,) * stages), by_place)
         mine = [int((rows @ unit).max()) for rows in copies.live]
+        assert mine == [stage.peak_bytes for stage in found.stages]
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "v-half", "zbv"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_between_the_halves_of_a_backward_other_bytes_are_held(schedule: str, stages: int) -> None:
+    copies = copies_of(Workload(schedule, 2 * stages), stages)
+    spec = find(schedule)
+    program = build(spec, Size(stages, 2 * stages))
+    places = program.schedule.places.order
+    draw = random.Random(stages)
+    for _ in range(5):
+        kept, left = ([draw.randrange(1, 1000) for _ in places] for _ in range(2))
+        by_place = [[[0] * program.schedule.chunks for _ in range(stages)] for _ in range(2)]
+        for table, sizes in zip(by_place, (kept, left), strict=True):
+            for nbytes, place in zip(sizes, places, strict=True):
+                table[place.stage][place.chunk] = nbytes
+        found = simulate(program, Costs((1.0,) * stages, (2.0,) * stages), *by_place)
+        mine = [int(copies.peak(stage, np.array(kept), np.array(left))) for stage in range(stages)]
         assert mine == [stage.peak_bytes for stage in found.stages]
 
 

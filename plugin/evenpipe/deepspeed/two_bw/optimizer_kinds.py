@@ -280,9 +280,12 @@ class ShardedGradients(EngineGradients):
 
         optimizer.scaled_global_norm = lambda: known
         optimizer.check_overflow = check_overflow
+        # Releases before 0.19.8 look for an overflow in fp16 only; a section "bf16" may turn it on or off.
+        looks, optimizer.check_grad_overflow = optimizer.check_grad_overflow, True
         try:
             step()
         finally:
+            optimizer.check_grad_overflow = looks
             del optimizer.scaled_global_norm, optimizer.check_overflow
         for parameter, gradient in zip(self._parameters, following, strict=True):
             parameter.grad = gradient

@@ -71,6 +71,14 @@ class Costs:
         self.upto_ms = (self.forward_upto + self.backward_upto)[self.starts]
         self.cut_bytes = np.array([0, *(nodes[cut - 1].cut_bytes for cut in cuts), 0], np.float64)
         self._saved = Coverage(count, ((storage.nbytes, storage.savers) for storage in profile.storages))
+        waits = [node.left_bytes > 0 for node in nodes]
+        self._left = Coverage(
+            count,
+            [
+                *((one.nbytes, [saver for saver in one.savers if waits[saver]]) for one in profile.storages),
+                *((node.left_bytes, [number]) for number, node in enumerate(nodes)),
+            ],
+        )
         parameters = profile.parameters
         self._weights = Coverage(count, ((one.nbytes, one.users) for one in parameters))
         self._states = Coverage(count, ((one.gradient_bytes + one.optimizer_bytes, one.users) for one in parameters))
@@ -95,6 +103,10 @@ class Costs:
     def saved(self, firsts: Numbers, lasts: Numbers) -> Numbers:
         """Return the bytes of the storages that a backward in the range needs, each once."""
         return self._saved.of(self.starts[firsts], self.starts[lasts])
+
+    def left(self, firsts: Numbers, lasts: Numbers) -> Numbers:
+        """Return the bytes that wait between the halves of a backward: inputs of linear layers, outputs' gradients."""
+        return self._left.of(self.starts[firsts], self.starts[lasts])
 
     def static(self, firsts: Numbers, lasts: Numbers, versions: int) -> Numbers:
         """Return the bytes of parameters in so many versions, with one gradient and optimizer state each."""

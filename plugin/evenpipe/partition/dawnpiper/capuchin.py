@@ -22,11 +22,13 @@ class Load(NamedTuple):
     """A stage that holds micro-batches of a part of the model: so many `copies`, in `budget` bytes.
 
     `own`: the stage computes them, so parameters, messages and what comes back for the backward need room there too.
+    `left`: how many more of them are between the halves of their backward, for which the budget has still to be cut.
     """
 
     copies: int
     budget: float
     own: bool = True
+    left: int = 0
 
 
 class Fit(NamedTuple):
@@ -116,7 +118,7 @@ def _ways(
 
 
 def _fits(way: Fit, loads: Sequence[Load]) -> bool:
-    return all(copies * way.kept + own * way.transient <= budget for copies, budget, own in loads)
+    return all(copies * way.kept + own * way.transient <= budget for copies, budget, own, _ in loads)
 
 
 def weigh(host: HostLink, swapped: Numbers, again: Recomputation) -> Fit:
@@ -178,7 +180,7 @@ def _cheapest(host: HostLink, swapped: Numbers, loads: Sequence[Load], kept: fro
     swap_ms_a_byte = np.divide(waits_ms, saved.nbytes, out=np.full(len(waits_ms), np.inf), where=weighs)
     picks = Picks(Candidates(saved, kept), swap_ms_a_byte, swapped)
     count, least = 0, float(picks.rest.min())
-    if any(copies * least > budget for copies, budget, _ in loads):
+    if any(load.copies * least > load.budget for load in loads):
         return None
     way = weigh(host, swapped, Recomputation(saved))
     step = max(1, saved.total >> 10)
@@ -186,7 +188,7 @@ def _cheapest(host: HostLink, swapped: Numbers, loads: Sequence[Load], kept: fro
         if count == len(picks.order):
             return None
         # With as much beside as now, this is what may be kept.
-        enough = min((budget - own * way.transient) / copies for copies, budget, own in loads)
+        enough = min((budget - own * way.transient) / copies for copies, budget, own, _ in loads)
         count = picks.until(min(enough, way.kept - step), count + 1)
         step *= 2  # where what comes back takes the room, not every pick is weighed
         more, again = picks.first(count)

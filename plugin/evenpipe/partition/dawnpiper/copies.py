@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenpipe.schedule import KINDS, Schedule, ScheduleError, Size, build, find, returns_beside
+from evenpipe.schedule import (
+    INPUT_GRADIENT,
+    KINDS,
+    WEIGHT_GRADIENT,
+    Schedule,
+    ScheduleError,
+    Size,
+    build,
+    find,
+    returns_beside,
+)
 
 __all__ = ["PIPEDREAM", "Copies", "Workload", "copies_of"]
 
@@ -46,16 +56,19 @@ class Copies:
 
     owners: the stage of each position. versions: of its weights. live: per stage, rows of (micro-batches of position 0,
     of position 1, …) that it holds at once, own and accepted ones; only rows that no other exceeds everywhere. A row is
-    a moment of the schedule, so the most of `live[x] @ saved_bytes` is exactly the stage's peak. between: per position,
-    the least (forwards, backwards) that its stage computes between a micro-batch's forward and backward; several where
-    neither is the least. beside: per position, how many backwards its stage mostly computes from a forward to its next
-    one, and beside how many forwards swapped storages can come back (`schedule.swaps`).
+    a moment of the schedule, so the most of `live[x] @ saved_bytes` is exactly the stage's peak. left: per stage, as
+    many rows: how many of these are between the halves of their backward (Zero Bubble, arXiv 2401.10241, §2), and so
+    keep other bytes. between: per position, the least (forwards, backwards) that its stage computes between a
+    micro-batch's forward and backward; several where neither is the least. beside: per position, how many backwards its
+    stage mostly computes from a forward to its next one, and beside how many forwards swapped storages can come back
+    (`schedule.swaps`).
     """
 
     schedule: str
     owners: tuple[int, ...]
     versions: tuple[int, ...]
     live: tuple[NDArray[np.int64], ...]
+    left: tuple[NDArray[np.int64], ...]
     between: tuple[tuple[tuple[float, float], ...], ...]
     beside: tuple[tuple[float, float], ...]
 
@@ -70,6 +83,24 @@ class Copies:
     def most(self, stage: int, position: int) -> int:
         """Return the most micro-batches of a position that a stage holds at once."""
         return int(self.live[stage][:, position].max())
+
+    def moments(self, stage: int, position: int) -> list[tuple[int, int]]:
+        """Return how many micro-batches of a position a stage holds whole, and how many of which a half is done.
+
+        Only moments that no other exceeds in both.
+        """
+        left = self.left[stage][:, position]
+        both = _largest(np.stack([self.live[stage][:, position] - left, left], axis=1))
+        return [(whole, half) for whole, half in both.tolist() if whole or half]
+
+    def peak(self, stage: int, kept: NDArray[Any], left: NDArray[Any]) -> float:
+        """Return a stage's most bytes, where a micro-batch of each position keeps so many, and then leaves so many."""
+        return float(self.weighed(stage, kept, left).max())
+
+    def weighed(self, stage: int, kept: NDArray[Any], left: NDArray[Any]) -> NDArray[Any]:
+        """Return the bytes of each of a stage's rows; see `peak`."""
+        weighed: NDArray[Any] = self.live[stage] @ kept + self.left[stage] @ (left - kept)
+        return weighed
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -91,11 +122,13 @@ def copies_of(workload: Workload, stages: int) -> Copies:
     size = Size(stages, workload.micro_batches, workload.chunks, workload.group_size, batches)
     schedule = build(spec, size, bpipe=workload.bpipe).schedule
     owners = tuple(place.stage for place in schedule.places.order)
+    live, left = zip(*(_held(schedule, stage) for stage in range(stages)), strict=True)
     return Copies(
         schedule.name,
         owners,
         (schedule.weight_versions,) * len(owners),
-        tuple(_held(schedule, stage) for stage in range(stages)),
+        live,
+        left,
         tuple(_between(schedule, place.stage, place.chunk) for place in schedule.places.order),
         tuple(_beside(schedule, place.stage, place.chunk) for place in schedule.places.order),
     )
@@ -109,11 +142,12 @@ def _pipedream(workload: Workload, stages: int) -> Copies:
     between = tuple(((float(copies - 1),) * 2,) for copies in kept.tolist())
     live = tuple(np.diag(kept)[stage : stage + 1] for stage in range(stages))
     beside = ((1.0, 1.0),) * (stages - 1) + ((1.0, 0.0),)
-    return Copies(PIPEDREAM, tuple(range(stages)), tuple(kept.tolist()), live, between, beside)
+    none = tuple(map(np.zeros_like, live))
+    return Copies(PIPEDREAM, tuple(range(stages)), tuple(kept.tolist()), live, none, between, beside)
 
 
-def _held(schedule: Schedule, stage: int) -> NDArray[np.int64]:
-    """Return the rows of `Copies.live`: a stage's walk through its actions, as `evenpipe.simulate` weighs it.
+def _held(schedule: Schedule, stage: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows of `Copies.live` and `Copies.left`: a stage's walk, as `evenpipe.simulate` weighs it.
 
     A unit is held from the start of the action that brings it. Compute that ends it lets go of it afterwards; a
     departure is complete when an action has to wait for it (`Schedule.residencies`).
@@ -138,7 +172,15 @@ def _held(schedule: Schedule, stage: int) -> NDArray[np.int64]:
     gone = schedule.residencies[stage].gone
     waited = np.searchsorted(gone, np.arange(1, int(gone.max(initial=0)) + 1))
     np.add.at(change, (waited, position[departures[: len(waited)]]), -1)
-    return _largest(np.cumsum(change, axis=0)[arrives])
+    halves = np.zeros_like(change)
+    for sign, kind in ((1, INPUT_GRADIENT), (-1, WEIGHT_GRADIENT)):
+        done = np.flatnonzero(table.kind[rows] == ord(kind))
+        np.add.at(halves, (done + 1, position[done]), sign)
+    left = np.cumsum(halves, axis=0)
+    both = np.hstack([np.cumsum(change, axis=0) - left, left])
+    moments = _largest(both[np.union1d(arrives, np.flatnonzero((halves > 0).any(axis=1)))])
+    whole, left = np.hsplit(moments, 2)
+    return whole + left, left
 
 
 def _largest(rows: NDArray[Any]) -> NDArray[Any]:

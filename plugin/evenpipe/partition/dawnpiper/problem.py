@@ -95,8 +95,11 @@ class Problem:
     def _alone(self, position: int) -> tuple[Load, ...]:
         """Return the loads of a position on stages that hold nothing else."""
         owner = self.copies.owners[position]
-        most = [(stage, self.copies.most(stage, position)) for stage in range(self.copies.stages)]
-        return tuple(Load(copies, self.limit_bytes, stage == owner) for stage, copies in most if copies)
+        return tuple(
+            Load(max(1, whole), self.limit_bytes, stage == owner, left)
+            for stage in range(self.copies.stages)
+            for whole, left in self.copies.moments(stage, position)
+        )
 
     @cached_property
     def least_ms(self) -> float:
@@ -133,7 +136,8 @@ class Problem:
         beside = self.costs.static(firsts, lasts, self.copies.versions[position])
         if messages:
             beside = beside + self.costs.messages(firsts, lasts)
-        rooms = [(load.budget - load.own * beside) / load.copies for load in self.loads[position]]
+        left = self.costs.left(firsts, lasts) if any(load.left for load in self.loads[position]) else 0.0
+        rooms = [(load.budget - load.own * beside - load.left * left) / load.copies for load in self.loads[position]]
         least: Numbers = np.minimum.reduce(rooms)
         return least
 
@@ -182,8 +186,11 @@ class Problem:
         return known.cells[key]
 
     def _weigh(self, position: int, first: int, last: int) -> Cell | None:
-        beside = self.beside(position, first, last)
-        loads = [load._replace(budget=load.budget - load.own * beside) for load in self.loads[position]]
+        beside, left = self.beside(position, first, last), self.left(first, last)
+        loads = [
+            Load(load.copies, load.budget - load.own * beside - load.left * left, load.own)
+            for load in self.loads[position]
+        ]
         start, stop = int(self.costs.starts[first]), int(self.costs.starts[last])
         way = fit(self.graph, start, stop, loads, self.optimize, self.host_gbps, self.around(position, first, last))
         if way is None:
@@ -219,10 +226,11 @@ class Problem:
     def peaks_of(self, cuts: Sequence[int], fits: Sequence[Fit]) -> tuple[float, ...]:
         """Return each stage's most bytes where every position does what `fits` says."""
         kept = np.array([way.kept for way in fits])
+        left = np.array([self.left(*ends) for ends in pairwise(cuts)])
         beside = np.zeros(self.copies.stages)
         for position, (first, last) in enumerate(pairwise(cuts)):
             beside[self.copies.owners[position]] += self.beside(position, first, last) + fits[position].transient
-        return tuple(float(own + (rows @ kept).max()) for own, rows in zip(beside, self.copies.live, strict=True))
+        return tuple(float(own) + self.copies.peak(stage, kept, left) for stage, own in enumerate(beside))
 
     def as_it_is(self, cuts: Sequence[int]) -> list[Fit]:
         """Return how positions fit that do nothing about it."""
@@ -232,6 +240,10 @@ class Problem:
         """Return how each position fits; one that does not does nothing about it, and its peak shows that."""
         cells = [self.cell(position, *ends) for position, ends in enumerate(pairwise(cuts))]
         return tuple(cell.fit if cell else whole for cell, whole in zip(cells, self.as_it_is(cuts), strict=True))
+
+    def left(self, first: int, last: int) -> float:
+        """Return the bytes that a micro-batch of a range keeps between the halves of its backward."""
+        return float(self.costs.left(np.array([first]), np.array([last]))[0, 0])
 
     def beside(self, position: int, first: int, last: int) -> float:
         """Return the bytes on a position's own stage beside what micro-batches save: parameters and messages."""

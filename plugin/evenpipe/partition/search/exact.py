@@ -300,15 +300,27 @@ def _too_full(problem: Problem, partition: Partition) -> list[int]:
 
 def _shares(problem: Problem, partition: Partition, stage: int) -> list[tuple[int, Load]]:
     """Return the positions of a stage that is too full, each with its share of it."""
-    fits, owners, rows = partition.fits, problem.copies.owners, problem.copies.live[stage]
-    row = rows[(rows @ np.array([way.kept for way in fits])).argmax()]
+    fits, copies = partition.fits, problem.copies
+    left = [problem.left(*ends) for ends in pairwise(partition.cuts)]
+    moment = copies.weighed(stage, np.array([way.kept for way in fits]), np.array(left)).argmax()
+    halves = copies.left[stage][moment]
+    row = copies.live[stage][moment] - halves
     held = []
     for position, ends in enumerate(pairwise(partition.cuts)):
         beside = problem.beside(position, *ends) + fits[position].transient
-        held.append(float(row[position]) * fits[position].kept + (owners[position] == stage) * beside)
+        kept = float(row[position]) * fits[position].kept + float(halves[position]) * left[position]
+        held.append(kept + (copies.owners[position] == stage) * beside)
     part = problem.limit_bytes / sum(held)
     return [
-        (position, Load(max(1, int(row[position])), float(np.floor(nbytes * part)), owners[position] == stage))
+        (
+            position,
+            Load(
+                max(1, int(row[position])),
+                float(np.floor(nbytes * part)),
+                copies.owners[position] == stage,
+                int(halves[position]),
+            ),
+        )
         for position, nbytes in enumerate(held)
         if nbytes
     ]
