@@ -37,6 +37,7 @@ __all__ = ["check", "spec_of", "warnings"]
 _FLAGS: Mapping[str, str] = {
     "cpu_offloading": "--cpu-offloading-num-layers",
     "fp4": "--fp4-format",
+    "fp4_param": "--fp4-param-gather",
     "fp8": "--fp8-format",
     "nccl_ub": "--use-nccl-ub",
 }
