@@ -65,7 +65,8 @@ def quantised(recipe: str) -> Iterator[None]:
 
 #: A micro-batch other than 0 is the first. Megatron reads data in the order of forwards.
 TABLE = """\
-format=evenpipe.schedule/1 name=swapped stages=2 micro_batches=4 chunks=1 batches=1 group_size=1 weight_versions=1 bound=2 places=loop
+format=evenpipe.schedule/1 name=swapped stages=2 micro_batches=4 chunks=1 batches=1 group_size=1 weight_versions=1 \
+bound=2 places=loop
 F1 F0 B1 F2 B0 F3 B2 B3
 F1 B1 F0 B0 F2 B2 F3 B3
 """

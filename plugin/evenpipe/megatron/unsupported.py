@@ -111,7 +111,7 @@ _BY_CHUNK = (
 _FILES_IN_A_V: Mapping[str, str] = {"ckpt_format": _BY_CHUNK, "ckpt_convert_format": _BY_CHUNK}
 
 _ONE_VERSION = "keeps something of the weights beside them, which would be one version's only"
-_QUANTISED = "keeps weights in FP8 or FP4 alone, with scales and transposes that a step gives new memory"
+_QUANTISED = "keeps weights in FP8 or FP4 alone, whose scales and transposes 2bw has no second version of"
 _ADDRESSES = "captures the addresses of one weight version"
 _JOINS = "joins all stages in every iteration, which 2bw is there to avoid"
 _OUTSIDE = "keeps gradients outside of the gradient buffer"
