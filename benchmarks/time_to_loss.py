@@ -211,9 +211,7 @@ def main() -> None:
     add = benchmark.parser.add_argument
     add("--iterations", type=positive, default=200, help="of each run (default 200)")
     add("--hidden", type=positive, default=32, help="(default 32)")
-    add(
-        "--lr", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3], help="the first rates (default 2e-3 4e-3 8e-3)"
-    )
+    add("--lr", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3], help="the first rates (default 2e-3 4e-3 8e-3)")
     add("--optimizers", choices=OPTIMIZERS, nargs="+", default=list(OPTIMIZERS), help="(default adam muon)")
     add("--stages", type=positive, default=8, help="p of the times (default 8)")
     add("--micro-batches", type=positive, default=8, help="m of the times (default 8)")
