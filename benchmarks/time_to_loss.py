@@ -2,7 +2,8 @@
 
 Measured: the loss on held-out text of a small GPT in one process, by the rule of each run: flushes (no delay), 2BW, and
 2BW with each correction; tests compare these rules with pipelines, bit for bit. Every run has the same samples; the
-learning rate of each is the best of those given. Iterations are counted, not timed: the time of one is theory's, (m + p
+learning rate of each is the best of those given, and of further ones, each by a factor 2, as long as the best is the
+least or the largest of several. Iterations are counted, not timed: the time of one is theory's, (m + p
 - 1) / m under 1F1B for 1 under 2BW. So a busy machine changes nothing.
 """
 
@@ -12,7 +13,7 @@ import copy
 import math
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
@@ -35,6 +36,7 @@ with warnings.catch_warnings():
 
 #: By how many steps gradients are ahead; None: no delay. Error feedback trains as weight-prediction does.
 AHEAD: Final = {"1f1b": None, "2bw": 0.0, "weight-prediction": 1.0, "nesterov": 0.9}
+RULES: Final = (*AHEAD, "error-feedback")
 OPTIMIZERS: Final = ("adam", "muon")
 #: Evaluations of a run, and samples of each.
 EVALUATIONS, HELD = 10, 256
@@ -113,32 +115,53 @@ def _fill(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         weight.copy_(value)
 
 
-def result(optimizer: str, rule: str, found: dict[Run, Curve], iterations: int, speed: float) -> dict[str, Any]:
+def rates(found: Mapping[Run, Curve], rule: str, optimizer: str) -> list[float]:
+    """Those that a rule was tried at."""
+    return sorted({run.lr for run in found if run[:2] == (_trained(rule), optimizer)})
+
+
+def losses(found: Mapping[Run, Curve], rule: str, optimizer: str, rate: float) -> list[float]:
+    """The last ones of each seed."""
+    curves = [curve for run, curve in found.items() if run[:3] == (_trained(rule), optimizer, rate)]
+    return [curve.ahead if rule == "error-feedback" else curve.validation[-1][1] for curve in curves]
+
+
+def best(found: Mapping[Run, Curve], rule: str, optimizer: str) -> float:
+    """The rate with the least mean loss; one that ends with no number is none."""
+
+    def mean(rate: float) -> float:
+        loss = statistics.fmean(losses(found, rule, optimizer, rate))
+        return loss if math.isfinite(loss) else math.inf
+
+    return min(rates(found, rule, optimizer), key=mean)
+
+
+def beyond(found: Mapping[Run, Curve], rule: str, optimizer: str) -> list[float]:
+    """The rates to try next, since the best is the least or the largest of several."""
+    tried, chosen = rates(found, rule, optimizer), best(found, rule, optimizer)
+    return [chosen * factor for edge, factor in ((0, 0.5), (-1, 2.0)) if len(tried) > 1 and chosen == tried[edge]]
+
+
+def _trained(rule: str) -> str:
+    return "weight-prediction" if rule == "error-feedback" else rule
+
+
+def result(optimizer: str, rule: str, found: Mapping[Run, Curve], iterations: int, speed: float) -> dict[str, Any]:
     """One entry: the best rate, the last losses at it, and how far the run with flushes had come to that loss.
 
     `share_of_flush`: of its iterations, and `speed_to_loss`: how much sooner it is there than 1F1B, whose iteration
     takes `speed` times as long; None where 1F1B does not come as far.
     """
-    trained = "weight-prediction" if rule == "error-feedback" else rule
-
-    def losses(of: str, rate: float) -> list[float]:
-        runs = [curve for run, curve in found.items() if run[:3] == (of, optimizer, rate)]
-        return [
-            curve.ahead if rule == "error-feedback" and of == trained else curve.validation[-1][1] for curve in runs
-        ]
-
-    def best(of: str) -> float:
-        return min({run.lr for run in found}, key=lambda rate: statistics.fmean(losses(of, rate)))
-
-    last, flushes = losses(trained, best(trained)), losses("1f1b", best("1f1b"))
-    curves = [curve.validation for run, curve in found.items() if run[:3] == ("1f1b", optimizer, best("1f1b"))]
+    rate, flushed = best(found, rule, optimizer), best(found, "1f1b", optimizer)
+    last, flushes = losses(found, rule, optimizer, rate), losses(found, "1f1b", optimizer, flushed)
+    curves = [curve.validation for run, curve in found.items() if run[:3] == ("1f1b", optimizer, flushed)]
     mean = [(points[0][0], statistics.fmean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
     reached = reaches(mean, statistics.fmean(last))
     share = None if reached is None else reached / iterations
     return {
         "optimizer": optimizer,
         "rule": rule,
-        "lr": best(trained),
+        "lr": rate,
         "loss": statistics.fmean(last),
         "spread": statistics.stdev(last) if len(last) > 1 else 0.0,
         "losses": last,
@@ -146,7 +169,10 @@ def result(optimizer: str, rule: str, found: dict[Run, Curve], iterations: int, 
         "behind_spread": statistics.stdev([one - other for one, other in zip(last, flushes, strict=True)])
         if len(last) > 1
         else 0.0,
-        "by_rate": {f"{rate:g}": statistics.fmean(losses(trained, rate)) for rate in sorted({run.lr for run in found})},
+        "by_rate": {
+            f"{tried:g}": statistics.fmean(losses(found, rule, optimizer, tried))
+            for tried in rates(found, rule, optimizer)
+        },
         "share_of_flush": share,
         "speed_to_loss": None if share is None else (1.0 if rule == "1f1b" else speed) * share,
     }
@@ -185,7 +211,7 @@ def main() -> None:
     add = benchmark.parser.add_argument
     add("--iterations", type=positive, default=200, help="of each run (default 200)")
     add("--hidden", type=positive, default=32, help="(default 32)")
-    add("--lr", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3], help="the rates tried (default 2e-3 4e-3 8e-3)")
+    add("--lr", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3], help="the first rates (default 2e-3 4e-3 8e-3)")
     add("--optimizers", choices=OPTIMIZERS, nargs="+", default=list(OPTIMIZERS), help="(default adam muon)")
     add("--stages", type=positive, default=8, help="p of the times (default 8)")
     add("--micro-batches", type=positive, default=8, help="m of the times (default 8)")
@@ -196,24 +222,26 @@ def main() -> None:
     shape = {"layers": 2, "hidden": arguments.hidden, "seq_length": 64, "micro_batch_size": 8, "micro_batches": 2}
     training = {"iterations": arguments.iterations, "lr_warmup": arguments.iterations // 10, "lr_decay": "cosine"}
     same = {"engine": "module", "stages": 1, "clip_grad": 1.0, **shape, **training}
-    runs = [
-        Run(rule, optimizer, rate, 1234 + seed)
-        for optimizer, rule, rate, seed in product(arguments.optimizers, AHEAD, arguments.lr, range(arguments.repeats))
-    ]
-    every = [TrainOptions.of(**same, optimizer=run.optimizer, lr=run.lr, seed=run.seed) for run in runs]
+    asked = {(rule, optimizer, rate) for optimizer, rule, rate in product(arguments.optimizers, AHEAD, arguments.lr)}
     found: dict[Run, Curve] = {}
-    with (
-        progress_bar("runs", len(runs)) as tick,
-        ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool,
-    ):
-        for run, curve in zip(runs, pool.map(train, runs, every), strict=True):
-            found[run] = curve
-            tick()
+    with ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:
+        while asked:
+            runs = [Run(*one, 1234 + seed) for one in sorted(asked) for seed in range(arguments.repeats)]
+            every = [TrainOptions.of(**same, optimizer=run.optimizer, lr=run.lr, seed=run.seed) for run in runs]
+            with progress_bar("runs", len(runs)) as tick:
+                for run, curve in zip(runs, pool.map(train, runs, every), strict=True):
+                    found[run] = curve
+                    tick()
+            asked = {
+                (_trained(rule), optimizer, rate)
+                for optimizer, rule in product(arguments.optimizers, RULES)
+                for rate in beyond(found, rule, optimizer)
+            }
     speed = (arguments.micro_batches + arguments.stages - 1) / arguments.micro_batches
     results = [
         result(optimizer, rule, found, arguments.iterations, speed)
         for optimizer in arguments.optimizers
-        for rule in (*AHEAD, "error-feedback")
+        for rule in RULES
     ]
     settings = copy.copy(vars(arguments)) | {"tokens_per_batch": 64 * 8 * 2, "speed": speed}
     del settings["json"]

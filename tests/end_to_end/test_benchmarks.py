@@ -15,6 +15,7 @@ from evenpipe.simulate import Costs
 pytestmark = pytest.mark.benchmarks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 
 
 def run(script, *arguments):
@@ -215,6 +216,19 @@ def test_time_to_loss():
     assert rules["1f1b"]["share_of_flush"] == pytest.approx(1)
     assert len({entry["loss"] for entry in rules.values()}) == 5
     assert rules["1f1b"]["loss"] < rules["2bw"]["loss"], "gradients that are a batch late cost something"
+
+
+def test_a_sweep_goes_on_until_its_best_rate_lies_inside():
+    from time_to_loss import Curve, Run, beyond
+
+    def found(means):
+        curves = {rate: Curve([(0, 5.0), (20, mean)], mean) for rate, mean in means.items()}
+        return {Run("2bw", "adam", rate, 1): curve for rate, curve in curves.items()}
+
+    assert beyond(found({1.0: 3.0, 2.0: 2.0}), "2bw", "adam") == [4.0]
+    assert beyond(found({1.0: 3.0, 2.0: math.nan}), "2bw", "adam") == [0.5]
+    assert beyond(found({1.0: 3.0, 2.0: 2.0, 4.0: math.nan}), "2bw", "adam") == []
+    assert beyond(found({1.0: 3.0}), "2bw", "adam") == [], "one rate is no sweep"
 
 
 def test_convergence(tmp_path):

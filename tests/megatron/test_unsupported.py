@@ -158,7 +158,7 @@ def test_every_refused_setting_is_one_of_megatrons() -> None:
     ("setting", "value"),
     [
         ("dsa_indexer_loss_coeff", 0.01),
-        ("fp8", "hybrid"),
+        ("fp8_param", True),
         ("overlap_param_gather_with_optimizer_step", True),
         ("num_distributed_optimizer_instances", 2),
         ("cuda_graph_impl", "transformer_engine"),
@@ -172,7 +172,8 @@ def test_2bw_refuses_what_knows_one_weight_version_only(setting: str, value: Any
     assert refusal.remedy
 
 
-def test_2bw_accepts_plain_settings() -> None:
+def test_2bw_accepts_plain_settings_and_quantised_products() -> None:
+    assert not [*refused_with_two_versions(config(fp8="hybrid", fp4="e2m1"))]
     plain = (
         TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2),
         PLAIN.ddp_config,

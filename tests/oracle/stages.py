@@ -70,6 +70,8 @@ def forward_backward(
     """
     sums = [[torch.zeros_like(parameter) for parameter in stage.parameters] for stage in stages]
     losses, tokens = [], 0
+    for stage in stages:
+        stage.module.set_is_first_microbatch()  # of nothing without FP8
     for batch in batches:
         loss, count = _one(stages, options, batch, per_token)
         losses.append(loss / count)

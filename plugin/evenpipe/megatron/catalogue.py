@@ -22,7 +22,7 @@ from evenpipe.megatron.script.measured import measured_patches
 from evenpipe.megatron.script.predicted_vs_measured import comparison_patches
 from evenpipe.megatron.script.two_bw.training import CALLED, two_bw_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
-from evenpipe.megatron.symbols import CHUNKS, OVERLAPPING, TWO_BW, layer_kinds, without_processes
+from evenpipe.megatron.symbols import CHUNKS, OVERLAPPING, QUANTISED, TWO_BW, layer_kinds, without_processes
 from evenpipe.megatron.train_engine.stock import reporting_to
 from evenpipe.megatron.vee import vee_patches
 from evenpipe.megatron.weight_gradients import linear_layers
@@ -47,6 +47,8 @@ __all__ = ["TRAINING_PACKAGE", "VERSION_FILE", "catalogue", "examine", "look", "
 TRAINING_PACKAGE: Final = "megatron.training"
 """What scripts of Megatron-LM are made of; wheels of megatron-core before 0.17 do not have it."""
 
+_ENGINE: Final = "transformer_engine"
+
 VERSION_FILE: Final = Path("megatron", "core", "package_info.py")
 
 # The sets below are read and checked, never applied: there is nothing that they could plug in.
@@ -70,6 +72,7 @@ def _sets() -> dict[Purpose, list[PatchSet]]:
             PatchSet("combined steps", [], OVERLAPPING),
             log_patches(_NOTHING),
             PatchSet("2bw", two_bw_patches(_NOTHING), [*TWO_BW, *CALLED]),
+            PatchSet("2bw with Transformer Engine", [], QUANTISED),
             measured_patches(_NOTHING),
             comparison_patches(_NOTHING),
             half_layers(_NOTHING),
@@ -124,6 +127,8 @@ def look() -> Findings:
 
 def _finding(item: Item) -> Finding:
     module = module_of(item.symbols[0])
+    if item.in_package(_ENGINE) and find_spec(_ENGINE) is None:
+        return Finding(item, State.ABSENT)
     failure = _import(module)
     if failure is None:
         return find_by_import(item)

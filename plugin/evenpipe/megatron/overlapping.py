@@ -58,9 +58,11 @@ class OverlappingStage(MegatronStage):
         batch = self._batch
         given: list[Tensor | None] = [None]
         chunk = number = iterator = model = None
+        is_first = False
         if forward is not None:
             self._sync.before_forward()
             chunk, number = forward.unit.chunk, forward.unit.micro_batch
+            is_first = self._is_first(forward.unit)
             iterator, model = batch.data_iterators[chunk], batch.model[chunk]
             given = [None] if forward.sent is None else list(forward.sent)
         taken, results, upstream, other = None, None, None, None
@@ -84,7 +86,7 @@ class OverlappingStage(MegatronStage):
                 batch.config,
                 f_model_chunk_id=chunk,
                 collect_non_loss_data=batch.collect_non_loss_data,
-                is_first_microbatch=number == 0,
+                is_first_microbatch=is_first,
                 current_microbatch=number,
             )
         if backward is not None:

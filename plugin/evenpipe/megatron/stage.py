@@ -53,6 +53,7 @@ class ForwardStage:
         self._stage, self._places = stage, places
         self._part = part_of(places)
         self._device = device
+        self._first: dict[int, int] = {}  # of each chunk's micro-batches, where that is not 0
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
         """Tensors of Megatron's pipeline shapes (sequence, micro-batch size, hidden) and dtype."""
@@ -89,7 +90,7 @@ class ForwardStage:
                 cp_group_size=batch.context_parallel_size,
                 collect_non_loss_data=batch.collect_non_loss_data,
                 checkpoint_activations_microbatch=recomputes_all,
-                is_first_microbatch=number == 0,
+                is_first_microbatch=self._is_first(unit),
                 current_microbatch=number,
                 vp_stage=unit.chunk if self._places.chunks > 1 else None,
                 is_last_stage=(self._stage, unit.chunk) == self._places.last,
@@ -97,6 +98,10 @@ class ForwardStage:
         self.tokens += tokens
         found: list[Tensor] = outputs
         return found
+
+    def _is_first(self, unit: Unit) -> bool:
+        """Return whether weights are new to the unit's chunk, so that layers that quantise them have to do it anew."""
+        return unit.micro_batch % self._batch.num_microbatches == self._first.get(unit.chunk, 0)
 
     def _handed_over(self, unit: Unit, outputs: list[Tensor]) -> list[Tensor]:
         """Return aliases of the `outputs` for the next part, whose inputs they are where it is on this stage."""
@@ -141,7 +146,9 @@ class MegatronStage(ForwardStage):
             self._backward_arguments["model_type"] = get_model_type(batch.model[0])
         if release.backward_takes("pipeline_model_parallel_size"):
             self._backward_arguments["pipeline_model_parallel_size"] = schedule.stages
-        kinds = [action.kind for action in schedule.actions[stage]]
+        row = schedule.actions[stage]
+        kinds = [action.kind for action in row]
+        self._first = {action.chunk: action.micro_batch for action in reversed(row) if action.kind == FORWARD}
         split = WEIGHT_GRADIENT in kinds
         self._weight_gradients = [
             WeightGradients(chunk, linear_weights(chunk), recording) for chunk in batch.model if split

@@ -16,6 +16,7 @@ __all__ = [
     "DELAYED",
     "LOGGED_LOSSES",
     "OVERLAPPING",
+    "QUANTISED",
     "RANDOM_NUMBERS",
     "STATIC_MEMORY",
     "TRAINED",
@@ -366,6 +367,18 @@ TWO_BW: Final = (
     *(each for reason, symbols in _ASSIGNED.items() for each in expected(symbols, reason)),
 )
 """Beside what a schedule calls, and what the training loop of a script is patched with."""
+
+_ENGINE: Final = Distribution("transformer-engine", "transformer_engine:__version__")
+QUANTISED: Final = (
+    Expectation(
+        "transformer_engine.pytorch.module.base:TransformerEngineBaseModule._fp8_workspaces",
+        _ENGINE,
+        {ANY: PRESENT},
+        "2bw: each batch has quantised weights of its own, as the next one begins before its backwards end",
+    ),
+    Expectation("transformer_engine.pytorch.fp8:FP8GlobalStateManager", _ENGINE, {ANY: PRESENT}),
+)
+"""What 2BW relies on in Transformer Engine, where a model has its layers."""
 
 
 _MODELS: Final = "megatron.core.models"

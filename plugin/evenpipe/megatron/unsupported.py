@@ -137,15 +137,17 @@ _BY_CHUNK = (
 _FILES_IN_A_V: Mapping[str, str] = {"ckpt_format": _BY_CHUNK, "ckpt_convert_format": _BY_CHUNK}
 
 _ONE_VERSION = "keeps something of the weights beside them, which would be one version's only"
-_QUANTISED = "caches quantised weights and ranges of values in its layers, once for both weight versions"
+_QUANTISED = "keeps weights in FP8 or FP4 alone, whose scales and transposes 2bw has no second version of"
 _ADDRESSES = "captures the addresses of one weight version"
 _JOINS = "joins all stages in every iteration, which 2bw is there to avoid"
 _OUTSIDE = "keeps gradients outside of the gradient buffer"
 _SHARDED = "shards weights beyond data-parallel replicas"
 _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "overlap_param_gather_with_optimizer_step": "gathers weights while a batch still runs on the ones before",
-    "fp8": _QUANTISED,
-    "fp4": _QUANTISED,
+    "fp8_param": _QUANTISED,
+    "fp8_param_gather": _QUANTISED,
+    "fp4_param": _QUANTISED,
+    "fp4_param_gather": _QUANTISED,
     "use_precision_aware_optimizer": _ONE_VERSION,
     "optimizer_cpu_offload": _ONE_VERSION,
     "nccl_ub": "registers the memory of one weight version",

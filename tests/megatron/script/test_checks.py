@@ -134,7 +134,12 @@ REFUSED = {
         "--evenpipe-schedule 2bw: --overlap-param-gather-with-optimizer-step gathers .*: leave it out, or use "
         "--evenpipe-schedule 1f1b$",
     ),
-    "2bw, fp8": ({"schedule": "2bw"}, {"fp8": "hybrid"}, "--evenpipe-schedule 2bw: --fp8-format "),
+    "2bw, fp8 alone": (
+        {"schedule": "2bw"},
+        {"fp8_param_gather": True},
+        "2bw: --fp8-param-gather keeps weights in FP8 ",
+    ),
+    "2bw, fp4 alone": ({"schedule": "2bw"}, {"fp4_param": True}, "2bw: --fp4-param-gather keeps weights in FP8 or "),
     "2bw, captured": ({"schedule": "2bw"}, {"cuda_graph_impl": "transformer_engine"}, "2bw: --cuda-graph-impl "),
     "2bw, written beside bpipe": ({"schedule": "2bw", "bpipe": True}, {"async_save": True}, "2bw: --async-save asks "),
     "2bw, traced with bpipe": (

@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from evenpipe.megatron.two_bw.figures import local_figures
+from evenpipe.megatron.two_bw.quantised import Quantised
 from evenpipe.megatron.two_bw.routers import Routers
 from evenpipe.megatron.unsupported import refused_with_two_versions
 from evenpipe.runtime.exchange import JointExchange
@@ -71,6 +72,7 @@ class TwoBWOptimizer(Gradients):
         self.loss_scale = _loss_scale(scalers) if scalers else None
         self.exchange = JointExchange(list(self._counted_in), 4, torch.device(torch.cuda.current_device()))
         self.routers = Routers(self._model)
+        self.quantised = Quantised(self._model)
         self.versions = _weight_versions(self._model, self._parts, self.routers.biases)
         self._buckets = [
             group for chunk in model for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)

@@ -55,7 +55,7 @@ class StreamSchedule(PipelineSchedule):
 
         Returns what has all of 2BW that lasts between two calls: drain it before anything reads the weights.
         """
-        states: list[BatchState] = [optimizer.routers, *([] if losses is None else [losses])]
+        states: list[BatchState] = [optimizer.routers, optimizer.quantised, *([] if losses is None else [losses])]
         two_bw = TwoBW(optimizer, self.programs.spec, self.bpipe, states=states, correction=delay_correction)
         optimizer.take_over(two_bw.submit)
         self._attached = optimizer, two_bw

@@ -14,7 +14,7 @@ from evenpipe.megatron.script.log import say, say_on_last_rank, show_figures
 from evenpipe.megatron.supported import MEGATRON_CORE, PARALLEL_STATE, RELEASES, Changes, core_patch, expected, members
 from evenpipe.megatron.symbols import training_expected, training_patch
 from evenpipe.two_bw.log import StepLog
-from evenpipe.upstream import PRESENT, Patch, PatchSet
+from evenpipe.upstream import PRESENT, Patch, PatchSet, UpstreamError
 from evenpipe.upstream.ending import end_job
 
 if TYPE_CHECKING:
@@ -133,7 +133,10 @@ class TwoBWLoop:
                 "--evenpipe-schedule 2bw: this stage has no parameters to train: choose another "
                 "--pipeline-model-parallel-layout, or --evenpipe-schedule 1f1b"
             )
-        takes_over = TwoBWOptimizer(model, optimizer)
+        try:
+            takes_over = TwoBWOptimizer(model, optimizer)
+        except UpstreamError as error:
+            end_job(str(error))
         if self.args.num_experts is not None:
             self._expert_losses = ExpertLosses()
         self._two_bw = two_bw = self._schedule.attach(takes_over, self._expert_losses, self._delay_correction)
