@@ -255,7 +255,7 @@ def _schedule(one: PlannedRun) -> str:
     words += [f"e={one.expert_parallel}"] * (one.expert_parallel > 1) + [f"et={one.expert_tensor_parallel}"] * apart
     words += ["BPipe"] * one.bpipe + [one.quantized or ""] * bool(one.quantized)
     words += [one.dispatcher] * (one.dispatcher != "alltoall")
-    words += ["uneven"] * (one.layout is not None)
+    words += ["uneven"] * (one.layout is not None) + ["further token apart"] * (one.further_part is not None)
     return " ".join(words + ["pipeline in one node"] * (one.placement == "pipeline"))
 
 

@@ -13,7 +13,7 @@ from typing import Final
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.candidates import Candidate, Family, Group, candidates_of, groups, kinds_of
-from evenpipe.planner.search.question import Question, nothing_fits
+from evenpipe.planner.search.question import EQUAL, Question, nothing_fits
 from evenpipe.schedule import without_cycle_collector
 
 __all__ = ["EQUAL", "Found", "ParetoFront", "Planned", "preference", "search"]
@@ -51,10 +51,6 @@ class Planned:
     def bubble(self) -> float:
         """Share of an iteration in which a stage does not compute, on the mean: fill, drain, waits, its end."""
         return max(0.0, 1 - self.computing_ms / self.ms_a_sample)
-
-
-#: Times of two runs up to so far apart are equal: a published iteration repeats to that.
-EQUAL: Final = 1.02
 
 
 class ParetoFront:
