@@ -3,7 +3,7 @@ published runs the planner chooses one that was measured to be among the fastest
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,12 +63,12 @@ def test_no_recipe_is_outside_the_space(recipe: Published) -> None:
     assert any([getattr(one.run, key) for key in SIZES] == wanted for one in candidates(near))
 
 
-def of_one_question(recipes: Iterable[Published]) -> Iterator[Any]:
-    """Yield recipes that are asked the same together: their plan is searched once."""
+def of_one_question(recipes: Iterable[Published]) -> list[Any]:
+    """Return recipes that are asked the same together: their plan is searched once."""
     found: dict[str, list[Published]] = {}
     for one in recipes:
         found.setdefault(repr(asked_of(one)), []).append(one)
-    yield from (pytest.param(one, id=str(one[0])) for one in found.values())
+    return [pytest.param(one, id=str(one[0])) for one in found.values()]
 
 
 def no_slower_than(recipes: Sequence[Published]) -> None:

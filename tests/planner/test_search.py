@@ -252,6 +252,15 @@ def test_nothing_to_find_is_said_in_one_line(question: Question, said: str) -> N
     assert "\n" not in str(caught.value)
 
 
+def test_a_search_says_how_far_it_is() -> None:
+    told: list[tuple[int, int]] = []
+    found = search(replace(SMALL, stages=4), told=lambda *one: told.append(one))
+    simulated, left = zip(*told, strict=True)
+    assert list(simulated) == sorted(simulated)
+    assert found.simulated - simulated[-1] in (0, 1)
+    assert left[-1] == 1 < max(left)
+
+
 def test_a_framework_without_uneven_stages_has_none() -> None:
     assert all(one.run.layout is None for one in candidates(SMALL))
     uneven = replace(SMALL, engine=replace(MEGATRON, uneven=True), model=model("llama3-8b"), stages=8)
