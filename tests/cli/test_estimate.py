@@ -122,6 +122,8 @@ def test_a_configuration_of_hugging_face_is_estimated(capsys: pytest.CaptureFixt
             "nesterov: only --schedule 2bw has gradients that are a batch late",
         ),
         (["--layout", "4,x"], "'4,x' is no list of numbers"),
+        (["--layout", "4m,4m"], "'4m,4m' has m in 2 parts"),
+        (["--stages", "2", "--layout", "40m,40"], "gpt3-96b predicts no further tokens: leave out m"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,16 @@ def test_an_engine_plans_what_it_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert "recompute selective" not in shown
 
 
+def test_a_further_token_on_a_stage_of_its_own_is_estimated_as_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model", "deepseek-v3", "--cluster", "16x64-gb200"]
+    fixed = [*("--stages", "32", "--tensor-parallel", "1", "--context-parallel", "1", "--micro-batch-size", "1")]
+    main(["plan", *asked, *fixed, "--schedule", "1f1b", "--no-bpipe", "--global-batch-size", "4096", "--json"])
+    best = json.loads(capsys.readouterr().out)["plans"][0]
+    assert (best["further_part"], best["layout"][-2:]) == (30, [1, 0])
+    main(["estimate", *asked, *best["flags"].split(), "--json"])
+    assert json.loads(capsys.readouterr().out)["iteration_ms"] == best["iteration_ms"]
+
+
 def test_the_older_name_of_schedule_is_taken_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     documents = []
     for option in ("--schedule", "--schedules"):

@@ -16,9 +16,11 @@ from evenpipe.planner.search.candidates import candidates
 from evenpipe.planner.search.plan import rejected
 from evenpipe.planner.search.question import Engine, Question, weighed
 from evenpipe.planner.search.search import EQUAL, Found, preference, search
+from evenpipe.recipes.megatron import layout_of
 from evenpipe.schedule import find, own
 
 MEGATRON = Engine("Megatron", frozenset(["chunks", "groups", "stream"]), uneven=False, context=False)
+MEGATRON_TODAY = engine_of(framework("megatron"))
 SMALL = Question(model("gpt3-13b"), cluster("1x8-a100-80gb"), 8, MEGATRON, ("1f1b", "interleaved", "gpipe"))
 
 
@@ -250,6 +252,15 @@ def test_nothing_to_find_is_said_in_one_line(question: Question, said: str) -> N
     assert "\n" not in str(caught.value)
 
 
+def test_a_search_says_how_far_it_is() -> None:
+    told: list[tuple[int, int]] = []
+    found = search(replace(SMALL, stages=4), told=lambda *one: told.append(one))
+    simulated, left = zip(*told, strict=True)
+    assert list(simulated) == sorted(simulated)
+    assert found.simulated - simulated[-1] in (0, 1)
+    assert left[-1] == 1 < max(left)
+
+
 def test_a_framework_without_uneven_stages_has_none() -> None:
     assert all(one.run.layout is None for one in candidates(SMALL))
     uneven = replace(SMALL, engine=replace(MEGATRON, uneven=True), model=model("llama3-8b"), stages=8)
@@ -270,6 +281,21 @@ def test_any_number_of_chunks_has_a_balanced_layout() -> None:
         assert len(layout) == 8 * chunks
         assert max(each) == 8  # the last has a prediction layer and two heads beside its own
         assert each[-1] == min(each) < 8
+
+
+@pytest.mark.parametrize(("stages", "apart"), [(32, True), (8, False)])
+def test_further_tokens_are_predicted_before_the_loss_where_that_is_faster(stages: int, apart: bool) -> None:
+    """Beside the loss a further token and its head are three layers of DeepSeek-V3 on a GB200, and a stage has two."""
+    of, where = model("deepseek-v3"), cluster("16x64-gb200")
+    question = Question(of, where, 4096, MEGATRON_TODAY, ("1f1b",), framework("megatron"), micro_batch=1, context=1)
+    question = replace(question, tensor=1, stages=stages, bpipe=False)
+    runs = [one.run for one in candidates(question) if one.ms and one.run.layout and one.run.expert == 32]
+    assert {one.further_part for one in runs} == {stages - 2 if apart else None}
+    if apart:
+        beside = replace(runs[0], further_part=None)
+        faster, slower = (estimate(of, where, one, question.of).iteration_ms for one in (runs[0], beside))
+        assert EQUAL * faster < slower
+        assert (layout_of(of, runs[0]) or "").endswith("tm|L")
 
 
 def test_a_v_is_balanced_by_its_own_stages() -> None:

@@ -30,6 +30,9 @@ QUESTIONS = {
         model("llama3-8b"), cluster("2x4-h100"), 24, ALL, own(), asked=Run(1, lora_rank=16, optimizer_offload=0.5)
     ),
     "llama3-8b, unlike nodes": Question(model("llama3-8b"), UNLIKE, 24, ALL, own(), framework("megatron")),
+    "llama3-8b, eight layers and a further token": Question(
+        model("llama3-8b").model_copy(update={"layers": 8, "mtp_layers": 1}), cluster("2x4-h100"), 24, ALL, own()
+    ),
     "mixtral-8x7b": Question(model("mixtral-8x7b"), cluster("2x8-h100"), 16, ALL, own()),
 }
 
@@ -43,6 +46,11 @@ def runs(name: str) -> list[Candidate]:
 @cache
 def estimator(name: str) -> Estimator:
     return Estimator(QUESTIONS[name].model, QUESTIONS[name].cluster, QUESTIONS[name].framework)
+
+
+def test_bounds_are_of_runs_with_and_without_a_stage_for_a_further_token() -> None:
+    parts = {(one.run.stages, one.run.further_part) for one in runs("llama3-8b, eight layers and a further token")}
+    assert {(2, None), (8, 6)} <= parts
 
 
 @settings(max_examples=25, deadline=None)

@@ -15,6 +15,7 @@ from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, de
 from evenpipe.planner.estimate import Estimate, estimate
 from evenpipe.planner.kernels import FITTED
 from evenpipe.planner.run import EstimateError, Run
+from evenpipe.planner.search.candidates import candidates
 from evenpipe.planner.search.plan import plan_of
 from evenpipe.planner.search.question import Engine, Question
 from evenpipe.planner.search.search import search
@@ -129,6 +130,29 @@ def test_a_smaller_device_has_no_more_layers_than_fit(tmp_path: Path) -> None:
     assert [one.run.layout for one in found] == [(17, 15), (18, 14)]
     large, fitting = (one.estimate.stages[1].bytes.total / 2**30 for one in found)
     assert fitting < 40 < large
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("interleaved", 2), ("interleaved", 5), ("zbv", 2), ("v-half", 2), ("zb-h1", 1)]
+)
+def test_stages_of_several_chunks_have_the_memory_of_their_own_device(
+    tmp_path: Path, schedule: str, chunks: int
+) -> None:
+    """Layers of equal times do not fit on the smaller device, which comes first and so holds the most."""
+    small = device("h100").model_dump(mode="json", exclude_defaults=True, exclude={"name"}) | {"memory_gib": 52.0}
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump({"devices": {"small": small}}))
+    own = listed(tmp_path, [{"device": f"{path}:small", "count": 1}, {"device": "h100", "count": 1}])
+    engine = Engine("all", frozenset(["chunks", "vee", "split"]), scopes=("none",), placements=("replicas",))
+    question = Question(MODEL, own, 32, engine, (schedule,), MEGATRON, tensor=1, stages=4, micro_batch=1, bpipe=False)
+
+    def laid_out(where: Cluster) -> Run:
+        found = (one.run for one in candidates(replace(question, cluster=where)) if one.run.layout)
+        (run,) = (run for run in found if (run.context, run.chunks) == (1, chunks))
+        return run
+
+    assert estimate(MODEL, own, laid_out(own), MEGATRON).fits
+    assert not estimate(MODEL, own, laid_out(cluster("2x8-h100")), MEGATRON).fits
 
 
 @settings(max_examples=20, deadline=None)

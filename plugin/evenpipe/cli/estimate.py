@@ -31,6 +31,7 @@ from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.features import add_features, features_of
 from evenpipe.planner.flag_needs import Given, without_effect
 from evenpipe.planner.run import Attention, EstimateError, Placement, Recompute, Run
+from evenpipe.planner.search.balanced_layout import Layout
 from evenpipe.settings.spelling import in_flags
 
 __all__ = [
@@ -220,7 +221,12 @@ def add_to(commands: Commands) -> None:
         "--expert-tensor-parallel", "--expert-tensor", type=positive, metavar="T", help="default: tensor"
     )
     group.add_argument("--chunks", type=positive, default=1, metavar="V", help="model chunks a stage")
-    group.add_argument("--layout", type=_layout, metavar="N,N,..", help="layers of each part, in the model's order")
+    group.add_argument(
+        "--layout",
+        type=_layout,
+        metavar="N,N,..",
+        help="layers of each part, in the model's order; 0m: that part predicts further tokens, not the last",
+    )
     group.add_argument("--micro-batch-size", "--micro-batch", type=positive, default=1, metavar="B")
     group.add_argument("--global-batch-size", "--global-batch", type=sample_count, required=True, metavar="G")
     group = parser.add_argument_group("how it is run")
@@ -260,11 +266,15 @@ _SWITCHES: Final = {
 }
 
 
-def _layout(text: str) -> tuple[int, ...]:
-    numbers = [part.strip() for part in text.split(",")]
+def _layout(text: str) -> Layout:
+    parts = [part.strip() for part in text.split(",")]
+    further = [number for number, part in enumerate(parts) if part.endswith("m")]
+    numbers = [part.removesuffix("m") for part in parts]
     if not all(part.isdecimal() for part in numbers):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers; give layers of each part, such as 9,10,10,9")
-    return tuple(map(int, numbers))
+    if len(further) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} has m in {len(further)} parts; all further tokens are of one")
+    return Layout(tuple(map(int, numbers)), further[0] if further else None)
 
 
 def notes_of(arguments: Namespace, of: Model, run: Run, searched: bool = False) -> list[str]:
@@ -323,7 +333,8 @@ def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
         schedule=arguments.schedule,
         bpipe=arguments.bpipe,
         group_size=arguments.group_size,
-        layout=arguments.layout,
+        layout=arguments.layout and arguments.layout.layers,
+        further_part=arguments.layout and arguments.layout.further,
         synchronous_transfers=arguments.synchronous_transfers,
         message_ms=arguments.message_ms,
         placement=arguments.placement,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
+from time import monotonic
 from typing import Final, get_args
 
 from evenpipe.cli.estimate import (
@@ -255,7 +257,7 @@ def _schedule(one: PlannedRun) -> str:
     words += [f"e={one.expert_parallel}"] * (one.expert_parallel > 1) + [f"et={one.expert_tensor_parallel}"] * apart
     words += ["BPipe"] * one.bpipe + [one.quantized or ""] * bool(one.quantized)
     words += [one.dispatcher] * (one.dispatcher != "alltoall")
-    words += ["uneven"] * (one.layout is not None)
+    words += ["uneven"] * (one.layout is not None) + ["further token apart"] * (one.further_part is not None)
     return " ".join(words + ["pipeline in one node"] * (one.placement == "pipeline"))
 
 
@@ -311,7 +313,8 @@ def add_to(commands: Commands) -> None:
 def _run(arguments: Namespace) -> None:
     try:
         question = _question(arguments)
-        found = search(question, arguments.top)
+        with _progress() as told:
+            found = search(question, arguments.top, told)
     except DescriptionError as error:
         raise UsageError(str(error)) from error
     except EstimateError as error:
@@ -329,6 +332,25 @@ def _run(arguments: Namespace) -> None:
     else:
         show(plan, estimate)
         print(last)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Yield what says on a terminal, twice a second, how far a search is.
+
+    How long it still takes is not known: of runs that are left, most need no simulation, and a few take a second.
+    """
+    said = began = monotonic()
+    with console_of(stderr=True).status("plan: weighs runs") as status:
+
+        def told(simulated: int, left: int) -> None:
+            nonlocal said
+            now = monotonic()
+            if now - said > 0.5:
+                said = now
+                status.update(f"plan: {simulated:,} runs simulated, {left:,} to weigh, {now - began:.0f} s")
+
+        yield told
 
 
 def _recipe_of(arguments: Namespace, question: Question, best: PlannedRun) -> str:

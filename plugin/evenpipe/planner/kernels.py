@@ -44,10 +44,12 @@ class Calibration:
     node: float = 0.90  # nccl-tests over InfiniBand: 22 to 23 of 25 GB/s
     hidden: float = 0.15  # Calculon's `processor_usage` of NVLink's collectives (Isaev et al. 2023)
     buffered: float = 0.30  # the same with user buffers, whose copies take 16 of 132 multiprocessors, and bandwidth
-    beside_experts: float = 0.704  # share of a dispatch that is hidden behind another micro-batch's compute
-    dispatch: float = 1.39e-4  # s beside its bytes, in a graph of the whole iteration
+    beside_experts: float = (
+        0.704  # share of a dispatch hidden behind another micro-batch's compute: fitted (recipes_fit.py)
+    )
+    dispatch: float = 1.39e-4  # s beside its bytes, in a graph of the whole iteration: fitted on the same
     narrow_attention: float = 1.25  # FP8 attention over bf16's, forward and backward (FlashAttention-3: 1.2 to 1.6)
-    around: float = 0.85  # of a fused attention's rate that is left to one that goes around a ring, in smaller pieces
+    around: float = 0.85  # of a fused attention's rate, left to one around a ring, in smaller pieces: set by hand
 
 
 #: gemm, unfused and peer by least squares on the 26 rows of BPipe Table 7 that Megatron ran alone and that are taken
@@ -182,17 +184,17 @@ def _met(places: int, choices: int) -> float:
 
 
 _HEAD: Final = 128  # width of heads for which a device's attention is given
-_GRAPH_LAUNCH: Final = 1.5e-6  # s from kernel to kernel in a graph
-_OF_COLLECTIVE: Final = 2  # kernels that the host starts for one
-_OF_DISPATCH: Final = 3
+_GRAPH_LAUNCH: Final = 1.5e-6  # s from kernel to kernel in a graph: set by hand
+_OF_COLLECTIVE: Final = 2  # kernels that the host starts for one: set by hand
+_OF_DISPATCH: Final = 3  # the same of a dispatch: set by hand
 #: Seconds that a node's processors take for a parameter: ZeRO-Offload (Ren et al. 2021) Table 4, CPU-Adam on a DGX-2:
 #: 10 billion parameters in 2.57 s. Newer hosts are faster.
 _HOST_STEP: Final = 2.57e-10
 
-#: Tiles that a matrix product is cut into, and what each reaches of the best (CUTLASS's shapes for tensor cores).
+#: Tiles that a matrix product is cut into, and what each reaches of the best: shapes by CUTLASS, shares set by hand.
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.65))
 _SPLITS: Final = (1, 2, 4, 8)
-_LEAST_SPLIT: Final = 4096  # inner dimension from which cuBLAS splits it
+_LEAST_SPLIT: Final = 4096  # inner dimension from which cuBLAS splits it: set by hand
 
 
 class Kernels:

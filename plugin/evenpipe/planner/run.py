@@ -47,8 +47,6 @@ OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "ml
 Adapted = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 #: What fully sharded replicas divide among themselves (``--data-parallel-sharding-strategy``): ZeRO-0, 1, 2 and 3.
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-#: Schedules of Megatron's own, which alone run with these two.
-_MEGATRONS: Final = ("1f1b", "interleaved")
 #: Iterations of 2BW for the loss that one iteration with a flush reaches. PipeDream-2BW §5.1, GPT on Wikitext-103: test
 #: perplexities "match exactly when Vanilla is run for 20% fewer iterations"; `benchmarks/convergence.py` has 20, 27.
 ITERATIONS_WITH_LATE_GRADIENTS: Final = 1 / 0.8
@@ -340,7 +338,7 @@ class Run:
         if "attn_proj" in self.offload_modules and "core_attn" not in self.offload_modules:
             raise EstimateError("offload_modules: attn_proj's input is what core_attn gives: name core_attn too")
         for name in ("sharding", "offload_modules"):
-            if getattr(self, name) and (self.bpipe or self.spec.name not in _MEGATRONS):
+            if getattr(self, name) and (self.bpipe or self.spec.name not in ("1f1b", "interleaved")):
                 named = "BPipe" if self.bpipe else self.spec.name
                 raise EstimateError(f"{name}: goes with Megatron's own schedules only, not {named}: choose one of both")
 
@@ -380,6 +378,8 @@ class Run:
             raise EstimateError(f"{option}={value}: does not divide {of} ({whole}): {below} does")
 
     def _layout(self, model: Model) -> None:
+        if self.further_part is not None and not model.mtp_layers:
+            raise EstimateError(f"layout: {model.name} predicts no further tokens: leave out m")
         parts = self.stages * self.chunks
         if self.layout is None:
             if model.layers < parts:
@@ -389,8 +389,7 @@ class Run:
                     f"stages={self.stages}: {model.layers} layers do not divide by {parts} parts (stages × chunks): "
                     "choose a divisor, or say with layout how many layers each has"
                 )
-            return
-        if len(self.layout) != parts or sum(self.layout) != model.layers or min(self.layout) < 0:
+        elif len(self.layout) != parts or sum(self.layout) != model.layers or min(self.layout) < 0:
             said = ",".join(map(str, self.layout))
             raise EstimateError(f"layout={said}: give {parts} numbers that add up to {model.layers} layers")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from evenpipe.planner.arguments import FlagError, Pipelined, Values, model_of, p
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.features import flags_of
 from evenpipe.planner.flag_needs import Given, without_effect
+from evenpipe.planner.layout_text import unrolled
 from evenpipe.planner.run import Run
 from evenpipe.recipes.recipe import Recipe, series
 from evenpipe.recipes.rendering import Flag, Group, Line, Variable, lines
@@ -247,11 +247,9 @@ _FLAG: Final = "--pipeline-model-parallel-layout"
 
 def kinds_of(layout: str, layers: int, stages: int) -> list[list[str]]:
     """Return the kinds of layers of each part. Raises FlagError where it is none for so many layers and stages."""
-    text = layout.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
-    parts = text.split("|")
-    strange = sorted(set(text) - set(_KINDS) - {"|"})
+    parts = unrolled(layout)
+    text = "".join(parts)
+    strange = sorted(set(text) - set(_KINDS))
     if strange:
         raise FlagError(f"{_FLAG} {layout}: {strange[0]!r} is no layer: use E, t, m, L and |")
     if text.count("t") != layers:

@@ -316,6 +316,7 @@ def run_of_plan(one: PlannedRun) -> Run:
         bpipe=one.bpipe,
         group_size=one.group_size,
         layout=one.layout,
+        further_part=one.further_part,
         placement=one.placement,
         **features_of(Values(parse_flags(words)[0])),
         **asked,

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.cli.main import main
-from evenpipe.partition.layouts.given import checked, cuts_of, unrolled
+from evenpipe.partition.layouts.given import checked, cuts_of
 from evenpipe.partition.layouts.gpt import LayoutError
 from evenpipe.partition.layouts.layers import Layer, layout_text, parts_of
 from evenpipe.partition.layouts.plan import FlagsRead, read_flags
 from evenpipe.planner.descriptions import cluster
+from evenpipe.planner.layout_text import unrolled
 
 DENSE = shlex.split("""--num-layers 14 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
     --group-query-attention --num-query-groups 8 --swiglu --disable-bias-linear --normalization RMSNorm

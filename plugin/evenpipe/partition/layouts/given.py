@@ -17,14 +17,13 @@ from evenpipe.partition.layouts.plan import FlagsRead, plan_layout, read_flags
 from evenpipe.partition.layouts.split import Cuts, Problem
 from evenpipe.planner.descriptions import Cluster, framework
 from evenpipe.planner.estimate import Estimate, Estimator
+from evenpipe.planner.layout_text import unrolled
 from evenpipe.planner.run import EstimateError, Run
+from evenpipe.planner.search.question import EQUAL
 
-__all__ = ["CheckedLayout", "check_layout", "checked", "cuts_of", "unrolled"]
+__all__ = ["CheckedLayout", "check_layout", "checked", "cuts_of"]
 
 _GIB: Final = 2**30
-_REPEATED: Final = re.compile(r"\(([^()]*)\)\*(\d+)|([EtmL])\*(\d+)")
-#: Times of two layouts up to so far apart are equal.
-_EQUAL: Final = 1.02
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class CheckedLayout:
         """Return what is wrong, in a line; None: it fits, and no layout is more than 2 % faster."""
         if not self.estimate.fits:
             return str(self.estimate.reason)
-        if self.slower > _EQUAL - 1:
+        if self.slower > EQUAL - 1:
             return f"{self.slower:.1%} slower than '{self.best}'"
         return None
 
@@ -81,7 +80,7 @@ def check_layout(flags: Sequence[str], layout: str, where: Cluster) -> CheckedLa
 def checked(read: FlagsRead, layout: str, where: Cluster) -> CheckedLayout:
     """Return the same for flags that have been read, for as many GPUs as the cluster has. Raises LayoutError."""
     gpt, pipeline, mtp_apart, _ = read
-    parts = unrolled(layout)
+    parts = _parts_in(layout)
     if len(parts) % pipeline.stages:
         raise LayoutError(f"{layout}: has {len(parts)} parts: give a multiple of the {pipeline.stages} stages")
     chunks = len(parts) // pipeline.stages
@@ -133,24 +132,17 @@ def _run(gpt: Gpt, pipeline: Pipeline, parts: Sequence[str]) -> Run:
     )
 
 
-def unrolled(layout: str) -> list[str]:
-    """Return the parts of a layout as ``--pipeline-model-parallel-layout`` takes it: such as "Et*2|(tt|)*3L".
-
-    Raises LayoutError.
-    """
-    text, before = layout.replace(",", "").replace(" ", ""), ""
-    while text != before:
-        before = text
-        text = _REPEATED.sub(lambda of: (of[1] if of[1] is not None else of[3]) * int(of[2] or of[4]), text)
-    if not re.fullmatch(r"[EtmL|]+", text):
-        odd = re.sub(r"[EtmL|]", "", text)
+def _parts_in(layout: str) -> list[str]:
+    """Return the layout's parts. Raises LayoutError for symbols that are none."""
+    parts = unrolled(layout)
+    if odd := re.sub(r"[EtmL]", "", "".join(parts)):
         raise LayoutError(f"{layout}: {odd!r} in it: give E, t, m and L, parts with | between, (…)*N for N in a row")
-    return text.split("|")
+    return parts
 
 
 def cuts_of(layout: str, layers: Sequence[Layer]) -> Cuts:
     """Return where a layout cuts these layers. Raises LayoutError where it has others, or cuts what is one."""
-    parts, whole = unrolled(layout), "".join(layer.symbols for layer in layers)
+    parts, whole = _parts_in(layout), "".join(layer.symbols for layer in layers)
     given = "".join(parts)
     if given != whole:
         said = ", ".join(f"{given.count(one)} {one}" for one in "EtmL")

@@ -11,6 +11,7 @@ from evenpipe.planner.estimate import Estimator
 from evenpipe.planner.iteration import message_bytes_of
 from evenpipe.planner.kernels import FITTED
 from evenpipe.planner.run import EstimateError, Run
+from evenpipe.planner.search.balanced_layout import Layout
 from evenpipe.planner.search.bounds import Divided, least_bytes, least_end_ms, least_ms, unlike
 from evenpipe.planner.search.candidates import Way, ways
 from evenpipe.planner.search.search import EQUAL, Planned
@@ -65,7 +66,7 @@ class Weighing:
         layout = self._divided.of(_plain(run)).balanced(
             tuple(way.where.stages), None if self._nodes.alike else tuple(self._nodes.of_stages(run))
         )
-        return replace(run, layout=layout, further_part=None)
+        return replace(run, layout=layout.layers, further_part=layout.further)
 
     def near_fastest(self, runs: Iterable[Run]) -> list[Planned]:
         """Return the runs that fit and take no longer than the fastest of them, but for equal times, fastest first."""
@@ -94,7 +95,8 @@ class Weighing:
             return 0.0, 0  # bounds are of blocks that are all alike
         profile = self._divided.of(_plain(run))
         placed = Placed(run, self._nodes, FITTED)
-        parts = profile.parts(run.stages, run.chunks, run.layout, [placed.groups[stage] for stage in way.where.stages])
+        layout = None if run.layout is None else Layout(run.layout, run.further_part)
+        parts = profile.parts(run.stages, run.chunks, layout, [placed.groups[stage] for stage in way.where.stages])
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
         message, versions = message_bytes_of(self.model, run), 2 if stream else 1
         away = bool(run.offload_modules or run.optimizer_offload)  # less is kept than these bounds count

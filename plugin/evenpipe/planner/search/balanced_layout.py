@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import NamedTuple
 
-__all__ = ["balanced_layout"]
+__all__ = ["Layout", "balanced_layout", "slowest_stage"]
+
+
+class Layout(NamedTuple):
+    """The layers of each part of a pipeline; ``further``: the part that predicts further tokens, the last if None."""
+
+    layers: tuple[int, ...]
+    further: int | None = None
+
+    @property
+    def even(self) -> bool:
+        return self.further is None and len(set(self.layers)) < 2
 
 
 def balanced_layout(
@@ -16,13 +28,13 @@ def balanced_layout(
     bare: seconds of each part without layers. each: those of a layer on each stage. most: the most layers of each
     stage; layers beyond these go to the stage that is full last.
 
-    Every part between the ends has a layer. The others go one by one to the stage that is the fastest with one more,
+    A part that has nothing else has a layer. The others go one by one to the stage that is the fastest with one more,
     and there to the fastest part, which is optimal for equal layers. A tie goes to the later stage or part: earlier
     ones hold more micro-batches.
     """
     if len(owners) == 1:
         return (layers,)
-    found = [0, *[1] * (len(owners) - 2), 0]
+    found = [int(not seconds) for seconds in bare]
     of_stage: dict[int, list[tuple[float, int]]] = {}
     room = list(most or [layers] * len(each))
     for position, (stage, seconds) in enumerate(zip(owners, bare, strict=True)):
@@ -44,3 +56,11 @@ def balanced_layout(
         heapq.heapreplace(of, (fewest + each[-stage], position))
         heapq.heapreplace(queue, (seconds + each[-stage], stage))
     return tuple(found)
+
+
+def slowest_stage(layout: Sequence[int], owners: Sequence[int], bare: Sequence[float], each: Sequence[float]) -> float:
+    """Return the seconds of the stage that takes longest; arguments as `balanced_layout` has them."""
+    of_stage = [0.0] * len(each)
+    for stage, seconds, layers in zip(owners, bare, layout, strict=True):
+        of_stage[stage] += seconds + each[stage] * layers
+    return max(of_stage)

@@ -13,7 +13,8 @@ from evenpipe.planner.kernels import FITTED, Kernels
 from evenpipe.planner.operations.operation import Parameters, summed
 from evenpipe.planner.operations.parts import Block, Blocks, Part, parts_of
 from evenpipe.planner.run import Run
-from evenpipe.planner.search.balanced_layout import balanced_layout
+from evenpipe.planner.search.balanced_layout import Layout, balanced_layout, slowest_stage
+from evenpipe.planner.search.question import EQUAL
 from evenpipe.planner.stage_bytes import Chunk, States, bytes_of_stage, chunks_of, stage_states
 from evenpipe.planner.stage_nodes import ONLY, Groups, Placed, StageNodes, slowest
 from evenpipe.schedule import KINDS, Size, Spec
@@ -36,7 +37,7 @@ __all__ = [
 
 _Counts = tuple[tuple[Block, int], ...]
 _KernelsOf = Callable[[Groups], Sequence[Kernels]]
-_PartsOf = Callable[[int, int, tuple[int, ...] | None], Sequence[_Counts]]
+_PartsOf = Callable[[int, int, tuple[int, ...] | None, int | None], Sequence[_Counts]]
 
 
 class PartCost(NamedTuple):
@@ -54,12 +55,12 @@ class Profile:
 
     def __init__(self, model: Model, blocks: Blocks, kernels: _KernelsOf, groups: int, parts_of: _PartsOf) -> None:
         self._kernels, self._groups, self._blocks = kernels, groups, blocks
-        ends = (0, model.layers)
-        kinds = dict.fromkeys(kind for part in (*parts_of(1, 1, None), *parts_of(2, 1, ends)) for kind, _ in part)
+        apart = parts_of(3, 1, (0, model.layers, 0), 1)  # which has all that whole and divided models have
+        kinds = dict.fromkeys(kind for part in (*parts_of(1, 1, None, None), *apart) for kind, _ in part)
         self._alone: list[Part] = [{kind: 1} for kind in kinds]
         self._chunks = dict(zip(kinds, chunks_of(self._alone, self._blocks), strict=True))
         self._layer: Block = "layer" if model.experts is None else "expert layer"
-        self._layers = model.layers
+        self._layers, self._further = model.layers, model.mtp_layers > 0
         self._parts_of = parts_of
         self.balanced = cache(self._balanced)
         self._of = cache(self._on)
@@ -78,7 +79,7 @@ class Profile:
 
     def whole(self, stages: int) -> Chunk:
         """Return all stages together, one GPU of each: parameters, and what is kept of a micro-batch beside masks."""
-        every = [one for part in self._parts_of(stages, 1, self._last(stages)) for one in part]
+        every = [one for part in self._parts_of(stages, 1, self._last(stages), None) for one in part]
         chunks = [(self._chunks[kind], count) for kind, count in every]
         return Chunk(
             summed(one.parameters.times(count) for one, count in chunks),
@@ -89,7 +90,7 @@ class Profile:
 
     def least_ms(self, run: Run) -> float:
         """Return milliseconds that a sample takes at least: the slowest stage has no less work than the mean one."""
-        every = [one for part in self._parts_of(run.stages, 1, self._last(run.stages)) for one in part]
+        every = [one for part in self._parts_of(run.stages, 1, self._last(run.stages), None) for one in part]
         seconds = sum(self._least[kind] * count for kind, count in every)
         return _MS * seconds * run.micro_batches / run.stages / run.global_batch
 
@@ -98,10 +99,10 @@ class Profile:
         return (0,) * (stages - 1) + (self._layers,)
 
     def parts(
-        self, stages: int, chunks: int, layout: tuple[int, ...] | None, on: Sequence[Groups] | None = None
+        self, stages: int, chunks: int, layout: Layout | None, on: Sequence[Groups] | None = None
     ) -> list[PartCost]:
         """Return each part of the pipeline, in the order of the model; ``on``: the nodes of each, where unlike."""
-        parts = self._parts_of(stages, chunks, layout)
+        parts = self._parts_of(stages, chunks, *(layout or (None, None)))
         placed = list(zip(parts, on or [ONLY] * len(parts), strict=True))
         costs = {one: self._summed(*one) for one in set(placed)}
         return [costs[one] for one in placed]
@@ -122,19 +123,30 @@ class Profile:
 
     def _balanced(
         self, owners: tuple[int, ...], on: tuple[Groups, ...] | None = None, most: tuple[int, ...] | None = None
-    ) -> tuple[int, ...]:
+    ) -> Layout:
         """Return layers that make stages equally fast; ``on``: the nodes of each, where unlike; ``most``: its layers.
 
-        The ends count with what they have beside layers.
+        The ends count with what they have beside layers. Further tokens are predicted on the stage before the loss
+        where the slowest stage is then faster by more than equal times are apart, else beside the loss.
         """
-        bare = self._parts_of(len(owners), 1, self._last(len(owners)))
         nodes = on or (ONLY,) * (max(owners) + 1)
-        seconds = [
-            sum(sum(self._of(nodes[stage])[kind].time[:2]) * n for kind, n in part if not kind.endswith("layer"))
-            for part, stage in zip(bare, owners, strict=True)
-        ]
         each = [sum(self._of(groups)[self._layer].time[:2]) for groups in nodes]
-        return balanced_layout(self._layers, owners, seconds, each, most)
+
+        def laid(further: int | None) -> tuple[float, Layout]:
+            seconds = [
+                sum(sum(self._of(nodes[stage])[kind].time[:2]) * n for kind, n in part if not kind.endswith("layer"))
+                for part, stage in zip(self._parts_of(len(owners), 1, bare, further), owners, strict=True)
+            ]
+            layers = balanced_layout(self._layers, owners, seconds, each, most)
+            return slowest_stage(layers, owners, seconds, each), Layout(layers, further)
+
+        bare = self._last(len(owners))
+        ms, found = laid(None)
+        # Not on the first stage, which Megatron refuses, nor in a V, whose last part is there.
+        if self._further and owners[-1] == max(owners) > 1:
+            less, apart = laid(len(owners) - 2)
+            found = apart if EQUAL * less < ms else found
+        return found
 
 
 class Divided:
@@ -167,8 +179,10 @@ class Divided:
         self._alike[like] = found
         return found
 
-    def _parts_of(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> Sequence[_Counts]:
-        run = Run(global_batch=1, stages=stages, chunks=chunks, layout=layout)
+    def _parts_of(
+        self, stages: int, chunks: int, layout: tuple[int, ...] | None, further: int | None
+    ) -> Sequence[_Counts]:
+        run = Run(global_batch=1, stages=stages, chunks=chunks, layout=layout, further_part=further)
         return [tuple(part.items()) for part in parts_of(self._model, run)]
 
 

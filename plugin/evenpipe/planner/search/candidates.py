@@ -289,10 +289,11 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
         if way.bpipe and not allowed:
             continue
         layout, parts = same.laid_out(way.where, way.bpipe) if shape.nbytes <= have else (None, [])
-        if not shape.even and parts and len(set(layout or ())) < 2:  # which is even
+        if layout and layout.even:
             continue
         tried = run.but(
-            layout=layout,
+            layout=layout and layout.layers,
+            further_part=layout and layout.further,
             schedule=way.spec.name,
             bpipe=way.bpipe,
             group_size=way.size.group_size,
@@ -301,11 +302,10 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
         nbytes = shape.nbytes
         if parts:
             held = Held(way.live, 2 if stream else 1)
-            least = same.least_bytes(parts, way.where, held, tried)
-            if max(least) > have and (lighter := same.lighter(layout, way.where, held, tried)):
+            if lighter := same.lighter(layout, way.where, held, tried):
                 layout, parts = lighter
-                tried = tried.but(layout=layout)
-                least = same.least_bytes(parts, way.where, held, tried)
+                tried = tried.but(layout=layout and layout.layers, further_part=layout and layout.further)
+            least = same.least_bytes(parts, way.where, held, tried)
             nbytes = max(nbytes, *least)
         ms = 0.0
         if nbytes <= have:

@@ -113,6 +113,7 @@ def brief(one: Planned) -> str:
     words += [f"b={run.micro_batch}", run.schedule]
     words += [f"k={run.group_size}"] * (run.group_size > 1) + ["BPipe"] * run.bpipe
     words += [f"recompute {run.recomputing}"] + ["uneven"] * (run.layout is not None)
+    words += ["further token apart"] * (run.further_part is not None)
     words += ["pipeline in one node"] * (run.placement == "pipeline")
     words += [run.quantized] if run.quantized else []
     words += [run.dispatcher] * (run.dispatcher != "alltoall")
@@ -143,7 +144,8 @@ class StagePlan(_Part):
 class PlannedRun(_Part):
     """A run that fits. ``micro_batches``: of a replica, m; ``accumulation``: m / p, the g of PipeDream-2BW §4.3.
 
-    layout: layers of each part of the pipeline, where they are not even. bubble: share of an iteration in which a stage
+    layout: layers of each part of the pipeline, where they are not even; further_part: the one that predicts further
+    tokens, if that is not the last. bubble: share of an iteration in which a stage
     does not compute, on the mean. iterations_to_same_loss: times those of a run without late gradients (2bw), by which
     runs are compared; samples_per_second does not count them. recompute_modules: of "selective", where these are not
     Megatron's default. quantized: how operands of linear layers' products are, in 8 or 4 bits. logged_tflops_per_gpu:
@@ -168,6 +170,7 @@ class PlannedRun(_Part):
     bpipe: bool
     group_size: int
     layout: tuple[int, ...] | None
+    further_part: int | None = None
     placement: Placement
     quantized: Quantized | None = None
     dispatcher: Dispatcher = "alltoall"
@@ -256,6 +259,7 @@ def _planned(one: Planned, asked: Run) -> PlannedRun:
         bpipe=run.bpipe,
         group_size=run.group_size,
         layout=run.layout,
+        further_part=run.further_part,
         placement=run.placement,
         quantized=run.quantized,
         dispatcher=run.dispatcher,
@@ -283,7 +287,8 @@ def _flags(run: Run, asked: Run) -> list[str]:
     words += [f"--chunks {run.chunks}"] * (run.chunks > 1)
     words += [f"--group-size {run.group_size}"] * (run.group_size > 1) + ["--bpipe"] * run.bpipe
     if run.layout is not None:
-        words.append(f"--layout {','.join(map(str, run.layout))}")
+        parts = [f"{layers}{'m' * (n == run.further_part)}" for n, layers in enumerate(run.layout)]
+        words.append(f"--layout {','.join(parts)}")
     words += [f"--precision {run.precision}"] * (asked.precision is not None)
     words += [f"--attention {asked.attention}"] * (asked.attention is not None)
     words += [" ".join(flag) for flag in flags_of(run)]

@@ -15,7 +15,11 @@ from evenpipe.planner.run import EstimateError, Module, Placement, Recompute, Ru
 from evenpipe.planner.stage_nodes import StageNodes
 from evenpipe.schedule import NEEDS, Need, Spec, find, offered, own
 
-__all__ = ["Engine", "Question", "nothing_fits", "weighed"]
+__all__ = ["EQUAL", "Engine", "Question", "nothing_fits", "weighed"]
+
+
+#: Times of two runs up to so far apart are equal: a published iteration repeats to that.
+EQUAL: Final = 1.02
 
 
 def weighed() -> tuple[str, ...]:

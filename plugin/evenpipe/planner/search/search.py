@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
@@ -13,7 +14,7 @@ from typing import Final
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.candidates import Candidate, Family, Group, candidates_of, groups, kinds_of
-from evenpipe.planner.search.question import Question, nothing_fits
+from evenpipe.planner.search.question import EQUAL, Question, nothing_fits
 from evenpipe.schedule import without_cycle_collector
 
 __all__ = ["EQUAL", "Found", "ParetoFront", "Planned", "preference", "search"]
@@ -51,10 +52,6 @@ class Planned:
     def bubble(self) -> float:
         """Share of an iteration in which a stage does not compute, on the mean: fill, drain, waits, its end."""
         return max(0.0, 1 - self.computing_ms / self.ms_a_sample)
-
-
-#: Times of two runs up to so far apart are equal: a published iteration repeats to that.
-EQUAL: Final = 1.02
 
 
 class ParetoFront:
@@ -122,8 +119,10 @@ class Found:
 
 
 @without_cycle_collector()
-def search(question: Question, top: int = 1) -> Found:
+def search(question: Question, top: int = 1, told: Callable[[int, int], None] | None = None) -> Found:
     """Return the fastest runs, the front of memory against speed, and the best of each family.
+
+    ``told`` is called with how many runs have been simulated, and how many runs and groups of them are not weighed yet.
 
     Runs are compared by the time to the same loss: a run with late gradients needs more iterations (`Run.iterations`).
 
@@ -151,6 +150,8 @@ def search(question: Question, top: int = 1) -> Found:
     plain: dict[Run, float] = {}
     fitting: set[Run] = set()  # wherever their ranks are
     while queue or waiting:
+        if told is not None:
+            told(found.simulated, len(queue) + len(waiting))
         if waiting and (not queue or waiting[0].ms <= queue[0].ms):
             group = heapq.heappop(waiting)
             if len(found.plans) >= top and group.ms >= _SLOWEST * front.points[0].ms_to_loss:

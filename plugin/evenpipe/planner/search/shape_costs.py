@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from statistics import fmean
+from typing import Final, NamedTuple
 
 from evenpipe.planner.estimate import Positions
 from evenpipe.planner.iteration import HandOver, message_bytes_of
 from evenpipe.planner.kernels import FITTED
 from evenpipe.planner.run import Run
+from evenpipe.planner.search.balanced_layout import Layout
 from evenpipe.planner.search.bounds import PartCost, Profile, least_bytes, least_end_ms, unlike
 from evenpipe.planner.search.question import Question
-from evenpipe.planner.stage_bytes import Chunk, States, stage_states
+from evenpipe.planner.stage_bytes import Chunk, States, bytes_of_stage, stage_states
 from evenpipe.planner.stage_nodes import Placed
 
 __all__ = ["Held", "Shape", "ShapeCosts"]
 
-_Layout = tuple[int, ...] | None
+_Layout = Layout | None
+_MOST_PASSES: Final = 4
 
 
 class Shape(NamedTuple):
@@ -67,7 +70,7 @@ class ShapeCosts:
             self._laid_out[key] = layout, self._parts(where, bpipe, layout)
         return self._laid_out[key]
 
-    def _balanced(self, where: Positions, bpipe: bool, most: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    def _balanced(self, where: Positions, bpipe: bool, most: tuple[int, ...] | None = None) -> Layout:
         on = None if self._nodes.alike else tuple(self._placed(bpipe).groups)
         return self._shape.profile.balanced(tuple(where.stages), on, most)
 
@@ -92,35 +95,69 @@ class ShapeCosts:
 
     def _least_bytes(self, parts: Sequence[PartCost], where: Positions, stage: int, held: Held, tried: Run) -> int:
         groups = self._placed(tried.bpipe).groups[stage]
-        device, split = self._nodes.device(groups), "split" in tried.spec.needs
+        own, stays = self._held(parts, where, stage, held, tried)
+        split, device = "split" in tried.spec.needs, self._nodes.device(groups)
+        least = least_bytes(own, stays, held.live[stage], split, tried, self._message_bytes, device)
+        return least + self._nodes.lacking(groups)
+
+    def _held(
+        self, parts: Sequence[PartCost], where: Positions, stage: int, held: Held, tried: Run
+    ) -> tuple[list[Chunk], States]:
+        """Return the stage's chunks, and what stays on its device."""
         key = id(parts), stage, held.versions
         found = self._states.get(key)
         if found is None:
             own = [parts[n].chunk for n in where.at[stage]]
+            device = self._nodes.device(self._placed(tried.bpipe).groups[stage])
             found = own, stage_states(own, self._shape.run, held.versions, device.transposing)
             if id(parts) in self._unlike:
                 self._states[key] = found
-        least = least_bytes(*found, held.live[stage], split, tried, self._message_bytes, device)
-        return least + self._nodes.lacking(groups)
+        return found
 
     def lighter(
         self, layout: _Layout, where: Positions, held: Held, tried: Run
     ) -> tuple[_Layout, Sequence[PartCost]] | None:
         """Return a layout whose stages on smaller devices have as many layers as fit there, and its parts.
 
-        None where nodes are alike, where stages have several chunks, or where the layout stays the same.
+        None where nodes are alike, or where the layout stays the same.
         """
-        if self._nodes.alike or layout is None or tried.chunks > 1:
+        if self._nodes.alike or layout is None:
             return None
-        fewer = tuple(max(0, count - 1) for count in layout)
-        now, less = (self._parts(where, tried.bpipe, one) for one in (layout, fewer))
-        most = []
-        for stage, count in enumerate(layout):
-            nbytes = self._least_bytes(now, where, stage, held, tried)
-            each = nbytes - self._least_bytes(less, where, stage, held, tried)
-            most.append(count if each <= 0 else max(0, count + math.floor((self._have - nbytes) / each)))
-        found = self._balanced(where, tried.bpipe, tuple(most))
+        found = layout
+        for _ in range(_MOST_PASSES):  # one is enough with one chunk a stage, whose bytes are linear in its layers
+            most = self._most_layers(found, where, held, tried)
+            if most is None:
+                break
+            found = self._balanced(where, tried.bpipe, most)
         return (found, self._parts(where, tried.bpipe, found)) if found != layout else None
+
+    def _most_layers(self, layout: Layout, where: Positions, held: Held, tried: Run) -> tuple[int, ...] | None:
+        """Return how many layers of each stage fit on its device; None where all that it has do.
+
+        Live units are counted as the mean of the stage's chunks.
+        """
+        fewer = layout._replace(layers=tuple(max(0, count - 1) for count in layout.layers))
+        now, less = (self._parts(where, tried.bpipe, one) for one in (layout, fewer))
+        most, full = [], False
+        for stage, at in enumerate(where.at):
+            groups = self._placed(tried.bpipe).groups[stage]
+            device, have = self._nodes.device(groups), self._have - self._nodes.lacking(groups)
+            nbytes, lower = (
+                bytes_of_stage(
+                    own,
+                    stays,
+                    round(held.live[stage] * fmean(chunk.kept_bytes for chunk in own)),
+                    tried,
+                    self._message_bytes,
+                    device,
+                ).total
+                for own, stays in (self._held(parts, where, stage, held, tried) for parts in (now, less))
+            )
+            count = sum(layout.layers[n] for n in at)
+            each = (nbytes - lower) / max(1, count - sum(fewer.layers[n] for n in at))
+            most.append(count if each <= 0 else max(0, count + math.floor((have - nbytes) / each)))
+            full = full or most[-1] < count
+        return tuple(most) if full else None
 
     def end_ms(self, parts: Sequence[PartCost], where: Positions, tried: Run) -> float:
         """Return a lower bound of a batch's end; a lighter layout's parts have their own."""
