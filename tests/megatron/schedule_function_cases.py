@@ -151,7 +151,7 @@ CASES = {
         engines=("megatron", *SWAPPED, *CAPS),
     ),
     "swaps of lengths of their own": Case(calls=RAGGED, config=VARIABLE, engines=("megatron", "swap 0.5 bpipe")),
-    "interleaved, swaps": Case(PP4_V2, engines=("megatron", "measured", "swap 0.8")),
+    "interleaved, swaps": Case(PP4_V2, engines=("megatron", "measured", "swap 0.8", "cap 0.6")),
     "lists of one": Case(
         calls=(Call(model_as_list=True, iterator_as_list=True), Call(model_as_list=True), Call(iterator_as_list=True))
     ),

@@ -139,12 +139,12 @@ def test_swaps_fit_the_worst_stage_under_a_cap(ranks: list[dict[str, Any]], name
     assert worst("swap 0.8 bpipe") < worst("swap 0.8")
 
 
-@pytest.mark.parametrize("name", ["swaps", "swaps of experts", "caps, uneven layout"])
+@pytest.mark.parametrize("name", ["swaps", "swaps of experts", "caps, uneven layout", "interleaved, swaps"])
 def test_all_stages_fit_under_a_cap(ranks: list[dict[str, Any]], name: str) -> None:
     def worst(engine: str) -> int:
         return max(rank["cases"][name][engine]["counted"]["peak_bytes"] for rank in ranks)
 
-    for engine in CAPS:
+    for engine in {*CAPS} & ranks[0]["cases"][name].keys():
         assert worst(engine) <= 1.02 * float(engine.split()[1]) * worst("measured"), engine
 
 
