@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.runtime.ranks import report
 
 STAGES, MICRO_BATCHES, ROWS, WIDTH = 4, 8, 64, 32
-#: Of the peak of the worst stage.
-CAPS = (0.9, 0.6, 0.45)
-SCHEDULES = {"1f1b": 1, "interleaved": 2}
+#: By schedule: model chunks, caps that swaps can keep, and one that they cannot, as parts of the worst stage's peak.
+#: The last stage of ZB-H1 has all of its micro-batches whole at once.
+SCHEDULES = {"1f1b": (1, (0.9, 0.6, 0.45), 0.01), "interleaved": (2, (0.9, 0.6, 0.45), 0.01), "zb-h1": (1, (), 0.9)}
 _GIB, _ENOUGH_GIB, _MIB = 2**30, 1.0, 2**20
 
 
@@ -42,7 +42,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 def train(schedule: str, gib: float | None, said: list[str]) -> dict[str, Any]:
     """Three batches: the losses and weights, and what each batch held and swapped."""
-    program = build(schedule, Size(STAGES, MICRO_BATCHES, SCHEDULES[schedule]))
+    program = build(schedule, Size(STAGES, MICRO_BATCHES, SCHEDULES[schedule][0]))
     pipeline = ModulePipeline(part, program, nn.functional.mse_loss, torch.empty(ROWS, WIDTH), measure=True)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
     capped.print_once = said.append  # what rank 0 prints
@@ -62,7 +62,7 @@ def train(schedule: str, gib: float | None, said: list[str]) -> dict[str, Any]:
 
 def run(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for schedule in SCHEDULES:
+    for schedule, (_, within, beyond) in SCHEDULES.items():
         said: list[str] = []
         whole = train(schedule, None, said)
         enough = train(schedule, _ENOUGH_GIB, said)
@@ -70,9 +70,9 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
         used = _ENOUGH_GIB * _GIB - min(map(float, rooms.split())) * _MIB
         peak = torch.tensor(whole["counted"][-1][0], dtype=torch.float64)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
-        caps = {str(cap): train(schedule, (used + cap * peak.item()) / _GIB, said) for cap in CAPS}
+        caps = {str(cap): train(schedule, (used + cap * peak.item()) / _GIB, said) for cap in within}
         try:
-            train(schedule, (used + 0.01 * peak.item()) / _GIB, said)
+            train(schedule, (used + beyond * peak.item()) / _GIB, said)
             refused = ""
         except ScheduleError as error:
             refused = str(error)

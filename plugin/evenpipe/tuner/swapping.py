@@ -84,7 +84,8 @@ class SwapLoop:
         own, device = executor.stage_index, executor.device
         [message_bytes] = highest_of_all([executor.counter.largest_sent], device)
         used = room.static_bytes + UNDER_WAY * message_bytes
-        chunks = [self.limit.saved.get(chunk, Saved()) for chunk in range(size.chunks)]
+        largest = float(executor.counter.largest_saved)  # of chunks none of whose micro-batches has the time to leave
+        chunks = [self.limit.saved.get(chunk, Saved(largest, largest)) for chunk in range(size.chunks)]
         row = [used, *(number for saved in chunks for number in (saved.nbytes, saved.staying, saved.first))]
         table = [row if stage == own else [0.0] * len(row) for stage in range(size.stages)]
         stages = []
@@ -92,7 +93,8 @@ class SwapLoop:
             saved = dict(enumerate(map(Saved, numbers[::3], numbers[1::3], numbers[2::3])))
             stages.append(_Stage(room.limit_bytes - used, saved))
         self._room = room
-        self.limit.limit_bytes, self.limit.saved = stages[own].limit_bytes, stages[own].saved
+        # A copy: this stage's grows with larger micro-batches, and all ranks decide by the same numbers.
+        self.limit.limit_bytes, self.limit.saved = stages[own].limit_bytes, dict(stages[own].saved)
         return stages
 
     def _decided(self, plain: Schedule) -> LevelsOfStages:
