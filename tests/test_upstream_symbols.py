@@ -37,6 +37,7 @@ OWN: Final = frozenset(("self", "cls", "ctx"))
 #: By file, names of objects of EvenPipe, of Python or of rich: what is set on them is nobody else's business.
 OURS: Final = {
     "deepspeed/adaptive.py": ("_watch",),
+    "deepspeed/capped.py": ("executor",),
     "deepspeed/measuring.py": ("executor", "_watch"),
     "deepspeed/engine.py": ("cut",),
     "deepspeed/log.py": ("executor",),
@@ -44,6 +45,7 @@ OURS: Final = {
     "deepspeed/two_bw/drain_at_end.py": ("destroy_process_group",),
     "megatron/adaptive/schedule.py": ("executor",),
     "megatron/bridge.py": ("schedule",),
+    "megatron/capped.py": ("executor",),
     "megatron/fitting/source.py": ("given",),
     "megatron/cpu_mode/core.py": ("logger",),
     "megatron/layout_model.py": ("sys",),
@@ -57,6 +59,7 @@ OURS: Final = {
     "runtime/memory.py": ("slot",),
     "runtime/heartbeat.py": ("_life",),
     "runtime/store.py": ("coming", "counter", "leaving", "saved"),
+    "torch/capped.py": ("executor", "pipeline"),
     "torch/two_bw.py": ("pipeline",),
     "train/muon.py": ("optimizer",),
     "torch/hf/callbacks.py": ("control", "handler", "state"),  # transformers' own for callbacks, made there

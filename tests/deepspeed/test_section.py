@@ -90,8 +90,8 @@ def test_a_dictionary_may_have_a_path() -> None:
         ),
         (
             {"schedule": "kfkb", "group_size": 2, "memory_gib": 40},
-            'evenpipe.memory_gib: 40.0: only "group_size": "auto", "schedule": "searched" and "schedule": "auto" make '
-            "use of it: use one of them, or leave memory_gib out",
+            'evenpipe.memory_gib: 40.0: only "group_size": "auto", "schedule": "searched", "schedule": "auto" and '
+            '"swap": "auto" make use of it: use one of them, or leave memory_gib out',
         ),
         (
             {"schedule": "kfkb", "group_size": "auto", "micro_batch_size": 4},

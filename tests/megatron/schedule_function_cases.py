@@ -111,6 +111,8 @@ REDUCED = {"overlap_grad_reduce": True, "bucket_size": 500}
 FUSED = {"gradient_accumulation_fusion": True}
 MEASURED = ("megatron", "measured")
 SWAPPED = ("measured", "swap 0.5", "swap 0.8", "swap 0.8 bpipe", "swap 0.8 zb-h1")
+#: Of the peak of the worst stage.
+CAPS = ("cap 0.9", "cap 0.75", "cap 0.6", "cap 0.45")
 BALANCED = ("megatron", "bpipe")
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 PARTS = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], "add_bias_linear": False}
@@ -138,14 +140,18 @@ SEVERAL = (Call(micro_batches=4), Call(), EVALUATION, Call(micro_batches=4))
 
 CASES = {
     "bare modules": Case(ddp=None, engines=(*ENGINES, HALVES)),
-    "swaps": Case(engines=("megatron", *SWAPPED)),
+    "swaps": Case(engines=("megatron", *SWAPPED, *CAPS)),
+    "caps, uneven layout": Case(
+        config={"num_layers": 8, "pipeline_model_parallel_layout": "Et|ttttt|tt|L"},
+        engines=("megatron", "measured", *CAPS),
+    ),
     "swaps of experts": Case(
         config={**EXPERTS, "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
         precision="bf16",
-        engines=("megatron", *SWAPPED),
+        engines=("megatron", *SWAPPED, *CAPS),
     ),
     "swaps of lengths of their own": Case(calls=RAGGED, config=VARIABLE, engines=("megatron", "swap 0.5 bpipe")),
-    "interleaved, swaps": Case(PP4_V2, engines=("megatron", "measured", "swap 0.8")),
+    "interleaved, swaps": Case(PP4_V2, engines=("megatron", "measured", "swap 0.8", "cap 0.6")),
     "lists of one": Case(
         calls=(Call(model_as_list=True, iterator_as_list=True), Call(model_as_list=True), Call(iterator_as_list=True))
     ),
@@ -303,8 +309,15 @@ LONG = {
 }
 
 
-def schedule_of(engine: str) -> PipelineSchedule:
+def schedule_of(engine: str, peak: int = 0, room: int = 0) -> PipelineSchedule:
+    """Return what is behind the patched function; a cap is a part of `peak`, beside `room` for messages, in bytes."""
     from evenpipe.megatron.schedule import PipelineSchedule
+
+    if engine.startswith("cap"):
+        from evenpipe.megatron.adaptive.schedule import Tuning
+        from evenpipe.megatron.capped import CappedSchedule
+
+        return CappedSchedule(Tuning(int(float(engine.split()[1]) * peak) + room, int), measure=True)
 
     if engine == "auto":
         from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
@@ -346,7 +359,10 @@ class Current:
 
 def carry_out_all(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
     """By case and engine; Megatron's own comes first."""
+    import torch
     import torch.distributed as dist
+
+    from evenpipe.tuner.searching import UNDER_WAY
 
     found: dict[str, dict[str, Any]] = {name: {} for name in cases}
     for name, case in cases.items():
@@ -356,10 +372,16 @@ def carry_out_all(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
     current = Current()
     with in_place_of_megatrons(current):
         for name, case in cases.items():
+            whole: list[int] = []
             for engine in case.engines:
                 if engine != "megatron":
-                    current.schedule = schedule_of(engine)
+                    current.schedule = schedule_of(engine, *whole)
                     found[name][engine] = carry_out(case, current.schedule)
+                if engine == "measured":
+                    counted = found[name][engine]["counted"]
+                    held = torch.tensor([counted["peak_bytes"], UNDER_WAY * counted["largest_sent"]])
+                    dist.all_reduce(held, dist.ReduceOp.MAX)
+                    whole = held.tolist()
             dist.barrier()
     return found
 

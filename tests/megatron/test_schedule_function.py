@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from schedule_function_cases import BOUND, CASES, LONG, SPLIT, WORLD
+from schedule_function_cases import BOUND, CAPS, CASES, LONG, SPLIT, WORLD
 from tiny_pipeline import TIMED, WAITS
 
 from evenpipe.megatron.supported import installed_release
@@ -137,6 +137,15 @@ def test_swaps_fit_the_worst_stage_under_a_cap(ranks: list[dict[str, Any]], name
     assert worst("swap 0.5") <= (0.75 + 0.02) * worst("measured")
     assert worst("swap 0.8") <= (0.6 + 0.02) * worst("measured")
     assert worst("swap 0.8 bpipe") < worst("swap 0.8")
+
+
+@pytest.mark.parametrize("name", ["swaps", "swaps of experts", "caps, uneven layout", "interleaved, swaps"])
+def test_all_stages_fit_under_a_cap(ranks: list[dict[str, Any]], name: str) -> None:
+    def worst(engine: str) -> int:
+        return max(rank["cases"][name][engine]["counted"]["peak_bytes"] for rank in ranks)
+
+    for engine in {*CAPS} & ranks[0]["cases"][name].keys():
+        assert worst(engine) <= 1.02 * float(engine.split()[1]) * worst("measured"), engine
 
 
 def test_loads_that_differ_in_size_start_when_their_room_is_free(ranks: list[dict[str, Any]]) -> None:

@@ -37,3 +37,48 @@ def test_swaps_train_to_the_same_bits_under_a_cap(megatron_lm, model, tmp_path):
         assert run.peak_live == [4, 3, 2, 1]
         assert saved_mib(run) <= (cap + 0.02) * saved_mib(whole)
         assert re.search(r"stage 0 keeps \d+\.\d MiB of its host's memory, pinned, for what it swaps: ", run.output)
+
+
+#: Four stages whose parts differ in size.
+UNEVEN = ("--pipeline-model-parallel-layout", "Ett|ttt|tt|tL")
+MODELS = {"GPT": (), "experts": EXPERTS, "uneven layout": UNEVEN}
+ENOUGH_GIB = 100
+
+
+def by_stage(run, what: str) -> list[float]:
+    """The numbers of the last line that has `what` before them."""
+    return [float(number) for number in re.findall(rf"{what}: ([\d. ]+)", run.output)[-1].split()]
+
+
+@pytest.mark.parametrize(
+    ("model", "caps"),
+    [
+        ("GPT", (0.6,)),
+        *(pytest.param(model, (0.9, 0.75, 0.6, 0.45), marks=pytest.mark.long) for model in MODELS),
+    ],
+)
+def test_stages_stay_under_a_cap_and_train_to_the_same_bits(megatron_lm, model, caps, tmp_path):
+    """Of what the worst stage holds under 1F1B."""
+    processes, parallel = LAYOUTS["PP4"]
+    flags = [*gpt_flags(ITERATIONS), *SIZES, *parallel, "--bf16", *MODELS[model]]
+    flags += ["--save-interval", str(ITERATIONS), "--ckpt-format", "torch"]
+    stock = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--save", str(tmp_path / "stock")])
+    assert len(stock.lines) == ITERATIONS
+    swaps = [*flags, "--evenpipe-swap", "auto", "--memory-gib"]
+    whole = launch(megatron_lm, "pretrain_gpt.py", processes, [*swaps, str(ENOUGH_GIB)])
+    assert whole.lines == stock.lines
+    peak = max(by_stage(whole, "peak saved MiB"))
+    used = ENOUGH_GIB * 1024 - min(by_stage(whole, "nothing is swapped, for all fits; .* MiB by stage"))
+    last = f"iter_{ITERATIONS:07d}"
+    for cap in caps:
+        folder = tmp_path / str(cap)
+        run = launch(
+            megatron_lm, "pretrain_gpt.py", processes, [*swaps, str((used + cap * peak) / 1024), "--save", str(folder)]
+        )
+        assert run.lines == stock.lines
+        assert differences(tmp_path / "stock" / last, folder / last) == []
+        rooms = by_stage(run, "room for all of them, MiB")
+        assert min(rooms) == pytest.approx(cap * peak, rel=0.02)
+        assert all(held <= 1.02 * room for held, room in zip(by_stage(run, "peak saved MiB"), rooms, strict=True))
+    refused = launch(megatron_lm, "pretrain_gpt.py", processes, [*swaps, str((used + 0.01 * peak) / 1024)], check=False)
+    assert re.search(r"no swaps keep stage \d under it: .*: give at least [\d.]+ GiB", refused.output)

@@ -47,10 +47,10 @@ CASES = [
     ),
     (
         {"schedule": "kfkb", "memory_gib": 0.5},
-        "--memory-gib 0.5: only --group-size auto, --evenpipe-schedule searched and --evenpipe-schedule auto make use "
-        "of it: use one of them, or leave --memory-gib out",
-        'evenpipe.memory_gib: 0.5: only "group_size": "auto", "schedule": "searched" and "schedule": "auto" make use '
-        "of it: use one of them, or leave memory_gib out",
+        "--memory-gib 0.5: only --group-size auto, --evenpipe-schedule searched, --evenpipe-schedule auto and "
+        "--evenpipe-swap auto make use of it: use one of them, or leave --memory-gib out",
+        'evenpipe.memory_gib: 0.5: only "group_size": "auto", "schedule": "searched", "schedule": "auto" and '
+        '"swap": "auto" make use of it: use one of them, or leave memory_gib out',
     ),
     (
         {"schedule": "1f1b", "one_version": True},
@@ -98,6 +98,13 @@ CASES = [
         'evenpipe.swap: 0.5: "group_size": "auto", "schedule": "searched" and "schedule": "auto" choose by the '
         "memory of micro-batches that stay on the device: give group_size a number or schedule another name, or leave "
         "swap out",
+    ),
+    (
+        {"bpipe": True, "swap": "auto"},
+        "--evenpipe-swap auto: it brings each stage under --memory-gib by itself, and does not count what a partner "
+        "has it keep: give --evenpipe-swap a share, or leave --bpipe out",
+        'evenpipe.swap: "auto": it brings each stage under memory_gib by itself, and does not count what a partner '
+        "has it keep: give swap a share, or leave bpipe out",
     ),
     (
         {"schedule": "2bw", "swap": 0.5},

@@ -23,6 +23,7 @@ from evenpipe.deepspeed.unsupported import refuse_unsupported
 from evenpipe.report.files import check_writable
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.host_swaps import HostLimit
 from evenpipe.schedule import (
     GAINING,
     Program,
@@ -66,11 +67,12 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         if section.bpipe or section.swap is not None or "times" in section.spec.needs:
             show_saved_tensors(self.module)
         self.group_size = 1 if section.group_size == "auto" else section.group_size
-        swaps: Swaps = self.cut.plan.swaps if self.cut is not None else () if section.swap is None else GAINING
+        shared: Swaps = GAINING if isinstance(section.swap, float) else ()
+        swaps: Swaps = self.cut.plan.swaps if self.cut is not None else shared
         self._programs = Programs(section.spec, section.bpipe, swaps=swaps)
         self._schedules: dict[Size, tuple[Program, ProgramSchedule]] = {}
         self.executor = _executor(self, self._prepare())
-        self.executor.swap(section.swap)
+        self.executor.swap(self._swap())
         self._programs = self._programs.for_queues(self.executor.connections.queues)
         if self.cut is not None:
             program, _ = self._schedule(self.micro_batches)
@@ -148,6 +150,10 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         self._schedule(self.micro_batches)
         weights: Iterable[Tensor] = self.module.parameters()
         return weights
+
+    def _swap(self) -> float | HostLimit | None:
+        """Return what says how much the executor swaps."""
+        return self.evenpipe.swap if isinstance(self.evenpipe.swap, float) else None
 
     def _joins_partners(self) -> bool:
         """Return whether links between partners are opened too."""

@@ -21,9 +21,7 @@ __all__ = ["NAME", "OFFERS", "Section", "SectionError", "section_of", "with_deep
 NAME: Final = "evenpipe"
 
 # "auto", as in the rest of DeepSpeed's configuration: left to EvenPipe, like null.
-_LEFT_TO_US: Final = frozenset(
-    ("partition", "pair_adjacent", "retune_interval", "memory_gib", "swap", "trace_iteration")
-)
+_LEFT_TO_US: Final = frozenset(("partition", "pair_adjacent", "retune_interval", "memory_gib", "trace_iteration"))
 #: What the engines here do beyond one forward and one backward at a time.
 OFFERS: Final[frozenset[Need]] = frozenset(["groups", "split", "stream"])
 

@@ -62,6 +62,8 @@ def _evenpipe_engine(section: Section, original: Any) -> Any:
         from evenpipe.deepspeed.searched import SearchedEngine as Engine
     elif section.group_size == "auto":
         from evenpipe.deepspeed.adaptive import AdaptiveEngine as Engine
+    elif section.swap == "auto":
+        from evenpipe.deepspeed.capped import CappedEngine as Engine
     else:
         from evenpipe.deepspeed.engine import EvenPipeEngine as Engine
     assert issubclass(Engine, original)

@@ -67,6 +67,8 @@ class EvenPipe:
             raise ValueError("group_size=auto: Bridge saves nothing of what was measured: give a number")
         from evenpipe.megatron.schedule import PipelineSchedule
 
+        if config.swap == "auto":
+            raise ValueError("swap=auto: Bridge shows its optimizer, whose memory counts, to nobody: give a share")
         self.schedule: PipelineSchedule = PipelineSchedule(config.spec, bpipe, group_size=config.group_size, swap=swap)
         self._bpipe = bpipe
         self._patches = in_place_of_megatron(self.schedule)

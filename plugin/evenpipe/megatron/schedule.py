@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,9 @@ from evenpipe.schedule import (
     links,
     overlapping,
 )
+
+if TYPE_CHECKING:
+    from evenpipe.runtime.host_swaps import HostLimit
 
 __all__ = ["Call", "PipelineSchedule", "in_place_of_megatron", "process_groups"]
 
@@ -107,7 +110,7 @@ class PipelineSchedule:
     `schedule` is one, a known one's name, or `file:PATH`; "kfkb" goes through `group_size` micro-batches in a row, and
     "1f1b" is interleaved where the model has several chunks a stage. Raises ScheduleError for one that needs more than
     `offers`.
-    `swap`: the share of what each micro-batch saves that may go to the host.
+    `swap`: the share of what each micro-batch saves that may go to the host, or a limit that a subclass goes by.
     Keeps its links, pool and memory counter from batch to batch; one instance belongs to one model. With `measure`,
     `executor.counter` knows exactly what this stage holds, and held at most. `measure`, and on all stages alike
     `group_size`, may change between batches.
@@ -124,9 +127,9 @@ class PipelineSchedule:
         measure: bool = False,
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
         group_size: int = 1,
-        swap: float | None = None,
+        swap: float | HostLimit | None = None,
     ) -> None:
-        swaps: Swaps = () if swap is None else GAINING
+        swaps: Swaps = GAINING if isinstance(swap, (int, float)) else ()
         self.programs = Programs(choose(schedule) if isinstance(schedule, str) else schedule, bpipe, swaps=swaps)
         self.bpipe = bpipe
         self.swap = swap

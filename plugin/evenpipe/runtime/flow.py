@@ -32,7 +32,6 @@ from evenpipe.schedule import (
     Program,
     Step,
     Unit,
-    most_whole,
 )
 
 __all__ = ["Flow"]
@@ -68,7 +67,7 @@ class Flow:
         self.keeper, self.swaps = resources.keeper, resources.swaps_in(program)
         if self.swaps is not None:
             exposed = resources.exposed if resources.measure else None
-            self.swaps.begin(most_whole(program.schedule.actions[resources.stage_index]), exposed)
+            self.swaps.begin(program.schedule.actions[resources.stage_index], exposed)
         self.records = resources.records(program)
         self.slots_needed = _most_accepted(program.steps[resources.stage_index])
         self.under_way: dict[Message, Transfer] = {}
@@ -154,8 +153,10 @@ class Flow:
                 store.attach(unit, tensor)
         if self.resources.measure:
             self.resources.counter.note_saved(store.nbytes(unit))
-        if self.evicts or self.swaps is not None:
-            store.seal(unit, like=unit.chunk, host_share=0.0 if self.swaps is None else self.swaps.share)
+        if self.swaps is not None:
+            self.swaps.seal(unit)
+        elif self.evicts:
+            store.seal(unit, like=unit.chunk)
         return outputs
 
     def stepping_for(self, batch: int) -> Stepping:

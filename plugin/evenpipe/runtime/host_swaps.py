@@ -1,26 +1,65 @@
-"""Swaps of a share of what autograd saved, from any module, to the memory of the stage's host."""
+"""Swaps of what autograd saved, from any module, to the memory of the stage's host: a share, or down to a limit."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from evenpipe.runtime.host_memory import Block, HostLink, Passage
+from evenpipe.runtime.movable import largest_within, least_that_frees
+from evenpipe.runtime.saved import SavedStorage
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.runtime.timing import Stopwatch
+from evenpipe.schedule import Action, Unit, most_whole
+from evenpipe.schedule.swap_room import Saved, SwapRoom
 
-__all__ = ["HostSwaps"]
+__all__ = ["HostLimit", "HostSwaps"]
+
+
+class HostLimit:
+    """The bytes that a stage may hold of its micro-batches, and what these save, for `HostSwaps` to keep to it.
+
+    `limit_bytes`: None until it is known; everything that can leave does then. `saved`: by model chunk; it grows with
+    larger micro-batches, and with it the share that leaves.
+    """
+
+    def __init__(self) -> None:
+        self.limit_bytes: float | None = None
+        self.saved: dict[int, Saved] = {}
+        self.share = 1.0
+        self.is_exceeded = False
+        self._room: SwapRoom | None = None
+
+    def begin(self, row: Sequence[Action]) -> None:
+        """Begin a batch with these actions of the stage."""
+        self._room = SwapRoom(row)
+        if self.saved:
+            self._weigh()
+
+    def leaving(self, unit: Unit, nbytes: int, free_to_move: int) -> float:
+        """Return how many bytes are to leave of a micro-batch that has saved so many, of which so many can."""
+        known = self.saved.get(unit.chunk, Saved())
+        saved = self.saved[unit.chunk] = known.with_unit(unit.micro_batch, nbytes, nbytes - free_to_move)
+        if saved != known:
+            self._weigh()
+        return self.share * min(nbytes, saved.nbytes or nbytes)
+
+    def _weigh(self) -> None:
+        if self.limit_bytes is None or self._room is None:
+            return
+        share = self._room.least_share(self.saved, self.limit_bytes)
+        self.share, self.is_exceeded = (1.0, True) if share is None else (share, self.is_exceeded)
 
 
 class HostSwaps:
     """Moves storages of each micro-batch to the host after its forward, and back before its backward.
 
-    `share`: the largest part of a micro-batch's saved bytes that goes there; `ActivationStore.seal` chooses storages.
+    `share`: the largest part of a micro-batch's saved bytes that goes there, or, under a `HostLimit`, the least part.
     """
 
     def __init__(
-        self, store: ActivationStore, device: torch.device, share: float, link: HostLink | None = None
+        self, store: ActivationStore, device: torch.device, share: float | HostLimit, link: HostLink | None = None
     ) -> None:
         self.share = share
         self.link = link if link is not None else HostLink(device)
@@ -32,9 +71,22 @@ class HostSwaps:
         self._on_host: dict[Hashable, list[Block]] = {}
         self._arriving: dict[Hashable, list[Passage]] = {}
 
-    def begin(self, most_whole: int, exposed: Stopwatch | None) -> None:
-        """Begin a batch with at most `most_whole` whole micro-batches here; `exposed` counts waits for copies."""
-        self._most_whole, self._exposed = most_whole, exposed
+    def begin(self, row: Sequence[Action], exposed: Stopwatch | None) -> None:
+        """Begin a batch with these actions of the stage; `exposed` counts waits for copies."""
+        self._most_whole, self._exposed, self._reached = most_whole(row), exposed, 1.0
+        if isinstance(self.share, HostLimit):
+            self.share.begin(row)
+
+    def seal(self, unit: Unit) -> None:
+        """Choose what of this micro-batch, which has just been forwarded, is to go to the host."""
+        self._store.seal(unit, unit.chunk, lambda sealed: self._chosen(unit, sealed))
+
+    def _chosen(self, unit: Unit, sealed: Sequence[SavedStorage]) -> set[SavedStorage]:
+        nbytes = self._store.nbytes(unit)
+        if isinstance(self.share, HostLimit):
+            free_to_move = sum(saved.nbytes for saved in sealed)
+            return least_that_frees(sealed, self.share.leaving(unit, nbytes, free_to_move))
+        return largest_within(sealed, self.share * nbytes)
 
     def make_room(self) -> None:
         """Wait for copies to the host until there is room for one micro-batch more; let go of what has been copied."""
@@ -67,9 +119,8 @@ class HostSwaps:
 
     def line(self, stage: int) -> str:
         """Return a line for the log: a stage's memory on its host, and the share of saved bytes that goes there."""
-        return (
-            f"{self.link.memory.held_line(stage)}: {self._reached:.0%} of each micro-batch, of {self.share:.0%} asked"
-        )
+        held = f"{self.link.memory.held_line(stage)}: {self._reached:.0%} of each micro-batch"
+        return held if isinstance(self.share, HostLimit) else f"{held}, of {self.share:.0%} asked"
 
     def forget(self) -> None:
         """Wait for copies under way, and forget all micro-batches: no backward of theirs follows."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from evenpipe.runtime.saved import PLAIN, Geometry, SavedStorage
 
-__all__ = ["chosen_for_host", "may_depart"]
+__all__ = ["largest_within", "least_that_frees", "may_depart"]
 
 
 def may_depart(saved: SavedStorage, aliases: Sequence[Tensor | Geometry]) -> bool:
@@ -37,7 +37,7 @@ def may_depart(saved: SavedStorage, aliases: Sequence[Tensor | Geometry]) -> boo
     return all(isinstance(alias, Tensor) and _can_be_rebuilt(alias) for alias in aliases)
 
 
-def chosen_for_host(sealed: Sequence[SavedStorage], limit: int) -> set[SavedStorage]:
+def largest_within(sealed: Sequence[SavedStorage], limit: float) -> set[SavedStorage]:
     """Return which of the `sealed` storages, in the order that they were saved, to swap: at most `limit` bytes.
 
     The larger first, which frees more for each copy that is started; of equal ones that saved first, whose backward
@@ -45,11 +45,28 @@ def chosen_for_host(sealed: Sequence[SavedStorage], limit: int) -> set[SavedStor
     between two uses).
     """
     chosen = set[SavedStorage]()
-    for saved in sorted(sealed, key=lambda saved: -saved.nbytes):
+    for saved in _larger_first(sealed):
         if saved.nbytes <= limit:
             chosen.add(saved)
             limit -= saved.nbytes
     return chosen
+
+
+def least_that_frees(sealed: Sequence[SavedStorage], nbytes: float) -> set[SavedStorage]:
+    """Return which of the `sealed` storages to swap so that at least so many bytes leave: all, where they are fewer.
+
+    Those of `largest_within`, and the smallest other one that is as large as what is missing.
+    """
+    chosen = largest_within(sealed, nbytes)
+    missing = nbytes - sum(saved.nbytes for saved in chosen)
+    if missing > 0:
+        others = [saved for saved in _larger_first(sealed) if saved not in chosen]
+        chosen.update(others[-1:])  # each was larger than what was missing when it was left out
+    return chosen
+
+
+def _larger_first(sealed: Sequence[SavedStorage]) -> list[SavedStorage]:
+    return sorted(sealed, key=lambda saved: -saved.nbytes)
 
 
 def _can_be_rebuilt(tensor: Tensor) -> bool:

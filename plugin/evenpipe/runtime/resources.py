@@ -20,7 +20,7 @@ from evenpipe.runtime.timing import Clock, Stopwatch, clock_for
 from evenpipe.schedule import SWAP_OUT, WEIGHT_GRADIENT, Action, Message, Program, Unit
 
 if TYPE_CHECKING:
-    from evenpipe.runtime.host_swaps import HostSwaps
+    from evenpipe.runtime.host_swaps import HostLimit, HostSwaps
 
 __all__ = ["Observer", "Resources", "StageFigures", "Waited", "highest_of_all", "per_stage"]
 
@@ -85,8 +85,11 @@ class Resources:
         self.exposed = Stopwatch(self.clock)
         self.computed = Stopwatch(self.clock)
 
-    def swap(self, share: float | None) -> None:
-        """Have this stage swap at most a `share` of what each micro-batch saves; None: nothing. All stages call it."""
+    def swap(self, share: float | HostLimit | None) -> None:
+        """Have this stage swap at most a `share` of what each micro-batch saves, or what keeps it to a limit.
+
+        None: nothing. All stages call it.
+        """
         if share is not None:
             from evenpipe.runtime.host_swaps import HostSwaps  # which nothing else in a script's run needs
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from evenpipe.runtime import streams
 from evenpipe.runtime.memory import MemoryCounter
-from evenpipe.runtime.movable import chosen_for_host, may_depart
+from evenpipe.runtime.movable import may_depart
 from evenpipe.runtime.saved import (
     Departure,
     Destination,
@@ -178,10 +178,15 @@ class ActivationStore:
         if recording is not None and all(known() is not tensor for known in recording.attached):
             recording.attached.append(weakref.ref(tensor))
 
-    def seal(self, key: Hashable, like: Hashable = None, host_share: float = 0.0) -> tuple[int, ...]:
+    def seal(
+        self,
+        key: Hashable,
+        like: Hashable = None,
+        for_host: Callable[[Sequence[SavedStorage]], set[SavedStorage]] = lambda sealed: set(),
+    ) -> tuple[int, ...]:
         """Decide what of this micro-batch can move: all storages that nobody else holds. Return their sizes in bytes.
 
-        Of these, some are to go to the host (`chosen_for_host`): at most `host_share` of all bytes that are saved.
+        Of these, `for_host` chooses those that are to go to the host.
         Call it right after the forward pass, before its outputs are handed on: later on, messages hold what they carry.
         Whatever anybody else holds (another micro-batch, the data set, a module's buffer, a ctx attribute) is left out.
         On the host, a collective's thread lets go of its tensors a little after it has been waited for: where fewer
@@ -198,7 +203,7 @@ class ActivationStore:
             time.sleep(_LOOK_SECONDS)
             sealed = self._free_to_move(recording)
         self._most[like] = max(len(sealed), self._most.get(like, 0))
-        chosen = chosen_for_host(sealed, int(host_share * sum(saved.nbytes for saved in recording.by_storage())))
+        chosen = for_host(sealed)
         for to, leaving in recording.departures.items():
             leaving.sealed = [weakref.ref(saved) for saved in sealed if (saved in chosen) == (to == "host")]
         aside = sum(saved.nbytes for saved in recording.by_storage() if saved.movable and saved.aside)

@@ -44,6 +44,9 @@ from evenpipe.schedule.lower import Beside, Lazy, Program, Step, lower
 from evenpipe.schedule.order import Clock, Queues, strictest
 from evenpipe.schedule.passes import (
     GAINING,
+    LEVELS,
+    Level,
+    LevelsOfStages,
     Swaps,
     awaited_swaps,
     batch_of,
@@ -52,6 +55,8 @@ from evenpipe.schedule.passes import (
     returns_beside,
     swapped_at_once,
     swapping,
+    swapping_at,
+    whole_and_away,
     with_swaps,
 )
 from evenpipe.schedule.schedule import Schedule, format_grid, torch_csv
@@ -73,6 +78,7 @@ __all__ = [
     "GAINING",
     "INPUT_GRADIENT",
     "KINDS",
+    "LEVELS",
     "LOAD",
     "NEEDS",
     "OWN_ENDS",
@@ -95,6 +101,8 @@ __all__ = [
     "Gathering",
     "Kind",
     "Lazy",
+    "Level",
+    "LevelsOfStages",
     "Link",
     "LinkKind",
     "Message",
@@ -139,9 +147,11 @@ __all__ = [
     "strictest",
     "swapped_at_once",
     "swapping",
+    "swapping_at",
     "torch_csv",
     "vee",
     "verify",
+    "whole_and_away",
     "with_swaps",
     "without_cycle_collector",
 ]

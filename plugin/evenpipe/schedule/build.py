@@ -16,7 +16,7 @@ from evenpipe.schedule.bpipe import balance
 from evenpipe.schedule.known import find, own
 from evenpipe.schedule.lower import Program
 from evenpipe.schedule.order import Queues
-from evenpipe.schedule.passes import Swaps, with_swaps, with_updates
+from evenpipe.schedule.passes import Level, LevelsOfStages, Swaps, with_swaps, with_updates
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import Need, Size, Spec
 from evenpipe.schedule.topology import loop
@@ -64,10 +64,10 @@ def without_cycle_collector() -> Iterator[None]:
 
 @without_cycle_collector()
 def build(spec: Spec | str, size: Size, bpipe: bool = False, queues: Queues = "many", swaps: Swaps = ()) -> Program:
-    """Return the verified program of a schedule, given or named, for p stages and m micro-batches.
+    r"""Return the verified program of a schedule, given or named, for p stages and m micro-batches.
 
     ``queues``: see :class:`evenpipe.schedule.Program`. ``swaps``: what swaps tensors to its host and back
-    (:func:`evenpipe.schedule.with_swaps`): parts of the model by their positions, or :data:`GAINING`.
+    (:func:`evenpipe.schedule.with_swaps`): parts of the model by their positions, or :data:`Level`\ s.
 
     Raises :class:`ScheduleError` with one line that names the argument, for an unknown name, a size that cannot be, and
     ``bpipe`` where it has nothing to balance.
@@ -81,7 +81,7 @@ def build(spec: Spec | str, size: Size, bpipe: bool = False, queues: Queues = "m
             raise ScheduleError(f"bpipe: the table of {spec.name} evicts {evicts}, and is run as it is: {remedy}")
         if not swaps:
             return verify(spec.table, bpipe, queues)
-        if not isinstance(swaps, str) or "swap" in spec.needs:
+        if not isinstance(swaps, (str, LevelsOfStages)) or "swap" in spec.needs:
             raise ScheduleError(f"swaps: the table of {spec.name} is run as it is: leave swaps out")
         return verify(with_swaps(spec.table, swaps), bpipe, queues)
     with _faults_of(spec):
@@ -174,10 +174,17 @@ class Programs:
         self.queues = queues
         self.swaps = swaps
         self._built: dict[Size, Program] = {}
+        self._swapping: dict[Level | LevelsOfStages, Programs] = {}
 
     def for_queues(self, queues: Queues) -> Programs:
         """Return the same, for devices of that kind."""
         return self if queues == self.queues else Programs(self.spec, self.bpipe, queues, self.swaps)
+
+    def swapping(self, swaps: Level | LevelsOfStages) -> Programs:
+        """Return the same, with other swaps; the same object each time."""
+        if swaps not in self._swapping:
+            self._swapping[swaps] = Programs(self.spec, self.bpipe, self.queues, swaps)
+        return self._swapping[swaps]
 
     def __call__(self, size: Size) -> Program:
         """Return the verified program. Raises :class:`ScheduleError` as :func:`build` does."""

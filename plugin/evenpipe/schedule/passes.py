@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from typing import Final, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from evenpipe.schedule.actions import (
     BACKWARD,
@@ -26,6 +26,9 @@ from evenpipe.schedule.schedule import Schedule
 
 __all__ = [
     "GAINING",
+    "LEVELS",
+    "Level",
+    "LevelsOfStages",
     "Swaps",
     "awaited_swaps",
     "batch_of",
@@ -34,13 +37,29 @@ __all__ = [
     "returns_beside",
     "swapped_at_once",
     "swapping",
+    "swapping_at",
+    "whole_and_away",
     "with_swaps",
     "with_updates",
 ]
 
-#: Which units swap: all of the model's parts at these positions, or on every stage those that gain by it.
-Swaps: TypeAlias = Collection[int] | Literal["gaining"]
+#: Which units of a stage swap: none; those that gain by it, beside compute; or, for the least memory, every unit that
+#: computes something else before its backward, back just before it, so that the stage waits for copies both ways.
+Level: TypeAlias = Literal["none", "gaining", "late"]
 GAINING: Final = "gaining"
+#: From the fastest to the one that holds least.
+LEVELS: Final[tuple[Level, ...]] = ("none", GAINING, "late")
+
+
+@dataclass(frozen=True)
+class LevelsOfStages:
+    """What swaps, by stage."""
+
+    levels: tuple[Level, ...]
+
+
+#: What swaps: all of the model's parts at these positions, the same level on every stage, or a level for each.
+Swaps: TypeAlias = Collection[int] | Level | LevelsOfStages
 
 
 def batch_of(micro_batch: int, micro_batches: int) -> int:
@@ -88,13 +107,15 @@ def with_swaps(schedule: Schedule, swaps: Swaps) -> Schedule:
     of that one's micro-batch, and later memory would have to be free for both. A unit that is evicted leaves what is
     swapped behind on its own host, and has it back when it is loaded: no tensor moves twice.
 
-    :data:`GAINING`: units of any part that have time to leave, to be away and to come back, each beside compute of
-    another unit. They come back beside a backward too, if the stage then has room (:func:`most_whole`).
+    A :data:`Level` names units of any part: :func:`swapping_at`.
 
     Raises :class:`ScheduleError` for a position that the model does not have.
     """
     if isinstance(swaps, str):
-        return replace(schedule, actions=tuple(map(_swapping_what_gains, schedule.actions)))
+        swaps = LevelsOfStages((swaps,) * schedule.stages)
+    if isinstance(swaps, LevelsOfStages):
+        rows_at = zip(schedule.actions, swaps.levels, strict=True)
+        return replace(schedule, actions=tuple(swapping_at(level, row) for row, level in rows_at))
     parts = schedule.places.order
     odd = next((position for position in swaps if not 0 <= position < len(parts)), None)
     if odd is not None:
@@ -105,6 +126,31 @@ def with_swaps(schedule: Schedule, swaps: Swaps) -> Schedule:
         units = {action.unit for action in row if action.kind == FORWARD and action.chunk in chunks}
         rows.append(_swapping(row, units, room=0) if units else row)
     return replace(schedule, actions=tuple(rows))
+
+
+def swapping_at(level: Level, row: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Return a stage's actions with the swaps of a level.
+
+    :data:`GAINING`: of units that have time to leave, to be away and to come back, each beside compute of another unit.
+    They come back beside a backward too, if the stage then has room (:func:`most_whole`). A stage that would hold as
+    many whole units as before swaps nothing, unless it evicts, when its partner then has less to hold.
+    """
+    if level == "none":
+        return row
+    begun: dict[Unit, int] = {}  # the place of each unit's forward among the compute actions
+    evicted = {action.unit for action in row if action.kind == EVICT}
+    units, apart = set(evicted), 3 if level == GAINING else 1
+    for at, action in enumerate(action for action in row if action.kind in COMPUTE):
+        if action.kind == FORWARD:
+            begun[action.unit] = at
+        elif action.kind in (BACKWARD, INPUT_GRADIENT) and at - begun[action.unit] > apart:
+            units.add(action.unit)
+    if not units:
+        return row
+    if level == "late":
+        return _swapping(row, units, room=0, late=True)
+    swapping = _swapping(row, units, most_whole(_swapping(row, units, room=0)))
+    return swapping if evicted or most_whole(swapping) < most_whole(row) else row
 
 
 def most_whole(row: Sequence[Action]) -> int:
@@ -135,8 +181,29 @@ def awaited_swaps(row: Sequence[Action]) -> dict[int, list[int]]:
     They are a unit's own, and as many of the oldest as keep to :func:`most_whole` when a unit is forwarded or comes
     back.
     """
-    most, awaited = most_whole(row), dict[int, list[int]]()
-    whole, leaving = set[Unit](), dict[Unit, int]()
+    return {moment.at: moment.awaited for moment in _moments(row) if moment.awaited}
+
+
+def whole_and_away(row: Sequence[Action]) -> Iterator[tuple[frozenset[Unit], frozenset[Unit]]]:
+    """Yield which units of its own a stage has whole, and which swapped, whenever one is forwarded or comes back.
+
+    No swap out is complete before somebody waits for it.
+    """
+    return ((moment.whole, moment.away) for moment in _moments(row))
+
+
+class _Moment(NamedTuple):
+    """A unit is forwarded or comes back: at this place in the row, after the swaps out that are `awaited`."""
+
+    at: int
+    awaited: list[int]
+    whole: frozenset[Unit]
+    away: frozenset[Unit]
+
+
+def _moments(row: Sequence[Action]) -> Iterator[_Moment]:
+    most = most_whole(row)
+    whole, away, leaving = set[Unit](), set[Unit](), dict[Unit, int]()
     for at, action in enumerate(row):
         if action.kind == SWAP_OUT:
             leaving[action.unit] = at
@@ -146,10 +213,10 @@ def awaited_swaps(row: Sequence[Action]) -> dict[int, list[int]]:
             first = [action.unit] if action.unit in leaving else []
             oldest = [unit for unit in leaving if unit not in first]
             due = first + oldest[: max(0, len(whole - {*first}) + 1 - most)]
-            if due:
-                awaited[at] = [leaving.pop(unit) for unit in due]
+            awaited = [leaving.pop(unit) for unit in due]
             whole = whole - {*due} | {action.unit}
-    return awaited
+            away = (away | {*due}) - {action.unit}
+            yield _Moment(at, awaited, frozenset(whole), frozenset(away))
 
 
 def swapping(schedule: Schedule) -> tuple[int, ...]:
@@ -180,19 +247,11 @@ def returns_beside(last: Action | None, action: Action) -> bool:
     return last is not None and last.kind == FORWARD and last.unit != action.unit
 
 
-def _swapping_what_gains(row: tuple[Action, ...]) -> tuple[Action, ...]:
-    begun: dict[Unit, int] = {}  # the place of each unit's forward among the compute actions
-    units = {action.unit for action in row if action.kind == EVICT}
-    for at, action in enumerate(action for action in row if action.kind in COMPUTE):
-        if action.kind == FORWARD:
-            begun[action.unit] = at
-        elif action.kind in (BACKWARD, INPUT_GRADIENT) and at - begun[action.unit] > 3:
-            units.add(action.unit)
-    return _swapping(row, units, most_whole(_swapping(row, units, room=0))) if units else row
+def _swapping(row: Sequence[Action], units: Collection[Unit], room: int, late: bool = False) -> tuple[Action, ...]:
+    """Return ``row`` with swaps of these units.
 
-
-def _swapping(row: Sequence[Action], units: Collection[Unit], room: int) -> tuple[Action, ...]:
-    """Return ``row`` with swaps of these units; beside a backward they come if fewer than ``room`` are whole."""
+    They come back beside a backward if fewer than ``room`` are whole, and ``late`` beside nothing.
+    """
     evicted = {action.unit for action in row if action.kind == EVICT}
     back = defaultdict[int, list[Action]](list)  # by the place before which it starts to come
     whole, leaving = set[Unit](), set[Unit]()  # when the compute action before starts, whose place is `last`
@@ -202,7 +261,7 @@ def _swapping(row: Sequence[Action], units: Collection[Unit], room: int) -> tupl
             continue
         before = row[last] if last >= 0 else None
         if action.kind in (BACKWARD, INPUT_GRADIENT) and action.unit in units:
-            beside = returns_beside(before, action)
+            beside = returns_beside(before, action) and not late
             if before is not None and before.kind != FORWARD and before.unit != action.unit:
                 beside = len(whole) < room
             if action.unit not in evicted:

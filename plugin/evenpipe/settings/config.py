@@ -46,14 +46,12 @@ class EvenPipeConfig(BaseModel):
         description="level the memory of pipeline stages: early stages evict saved activations to a partner stage",
         json_schema_extra={"flag": "--bpipe"},
     )
-    swap: float | None = Field(
+    swap: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | Literal["auto"] | None = Field(
         None,
-        gt=0,
-        le=1,
-        allow_inf_nan=False,
         description="the share of each micro-batch's saved activations that may wait for its backward in the memory of "
-        "the host: 0.5 is half of the bytes (default: nothing is swapped)",
-        json_schema_extra={"flag": "--evenpipe-swap", "metavar": "SHARE"},
+        "the host: 0.5 is half of the bytes; auto: the least, stage by stage, that keeps each under --memory-gib "
+        "(default: nothing is swapped)",
+        json_schema_extra={"flag": "--evenpipe-swap", "metavar": "SHARE|auto"},
     )
     group_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         1,
@@ -72,8 +70,8 @@ class EvenPipeConfig(BaseModel):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="memory that --group-size auto, searched or auto may use on each device (default: nine tenths of a "
-        "GPU's)",
+        description="memory that --group-size auto, searched, auto or --evenpipe-swap auto may use on each device "
+        "(default: nine tenths of a GPU's)",
         json_schema_extra={"flag": "--memory-gib", "metavar": "GIB"},
     )
     one_version: bool = Field(

@@ -102,8 +102,8 @@ CONTRADICTIONS: Final = (
     ),
     Contradiction(
         "memory_gib",
-        lambda config: config.memory_gib is not None and not config.measures,
-        "only {group_size:auto}, {schedule:searched} and {schedule:auto} make use of it",
+        lambda config: config.memory_gib is not None and not config.measures and config.swap != "auto",
+        "only {group_size:auto}, {schedule:searched}, {schedule:auto} and {swap:auto} make use of it",
         "use one of them, or leave {memory_gib} out",
     ),
     Contradiction(
@@ -153,6 +153,12 @@ CONTRADICTIONS: Final = (
     ),
     Contradiction(
         "swap",
+        lambda config: config.swap == "auto" and config.bpipe,
+        "it brings each stage under {memory_gib} by itself, and does not count what a partner has it keep",
+        "give {swap} a share, or leave {bpipe} out",
+    ),
+    Contradiction(
+        "swap",
         lambda config: config.swap is not None and config.streams,
         "with {schedule:=} a stage keeps micro-batches from batch to batch, whose swaps are not supported",
         "use another schedule, or leave {swap} out",
@@ -170,6 +176,12 @@ CONTRADICTIONS_ON_CPU: Final = (
     Contradiction(
         "group_size",
         lambda config: config.group_size == "auto" and config.memory_gib is None,
+        "how much memory it may use is not known on CPU",
+        "give {memory_gib}",
+    ),
+    Contradiction(
+        "swap",
+        lambda config: config.swap == "auto" and config.memory_gib is None,
         "how much memory it may use is not known on CPU",
         "give {memory_gib}",
     ),

@@ -17,7 +17,7 @@ from evenpipe.tuner.loop import AdaptiveLoop
 from evenpipe.tuner.part_watch import PartWatch, measured_by
 from evenpipe.tuner.process_memory import limit_bytes
 
-__all__ = ["GroupTuning"]
+__all__ = ["GroupTuning", "print_once"]
 
 #: Micro-batches that are timed, after one that loads kernels and fills caches.
 _TIMED: Final = 3
@@ -60,7 +60,7 @@ class GroupTuning:
         pipeline.executor.observer = self._watch
         #: The number of the next batch, from 0.
         self.iteration = 0 if state is None else int(state["iteration"])
-        self.loop = AdaptiveLoop(interval, _print_once, lambda resumes: None, alone=False)
+        self.loop = AdaptiveLoop(interval, print_once, lambda resumes: None, alone=False)
         self.loop.load_state_dict(None if state is None else state["loop"])
         # The samples that the loop counts are micro-batches here, which are not cut anew.
         self.loop.start(self._schedule, self._micro_batches, [1], limit_bytes(memory_gib, device))
@@ -95,7 +95,7 @@ class GroupTuning:
         return {"iteration": self.iteration, "loop": self.loop.state_dict()}
 
 
-def _print_once(line: str) -> None:
+def print_once(line: str) -> None:
     """Print `line` once for all ranks."""
     if dist.get_rank() == 0:
         print(f"evenpipe: {line}", file=sys.stderr, flush=True)

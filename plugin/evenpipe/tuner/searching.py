@@ -41,12 +41,12 @@ from evenpipe.tuner.links import Burst, Ends, measure_links
 from evenpipe.tuner.pace import Pace
 from evenpipe.tuner.part_watch import PartFigures, PartWatch
 
-__all__ = ["FIRST", "Room", "SearchLoop"]
+__all__ = ["FIRST", "UNDER_WAY", "Room", "SearchLoop"]
 
 #: The schedule of batches before there is an order, by model chunks a stage: one that saves little.
 FIRST: Final[Mapping[int, str]] = MappingProxyType({1: "zb-h1", 2: "v-min"})
 #: Messages that a stage receives and sends at once at most, in a V.
-_UNDER_WAY: Final = 12
+UNDER_WAY: Final = 12
 _MIB: Final = 2**20
 
 
@@ -232,7 +232,7 @@ class SearchLoop:
         held = highest_of_all([room.static_bytes if at == stage else 0 for at in range(stages)], device)
         known = [None] * len(parts) if self.costs is None else self.costs.parts
         recomputed = self._found[size.micro_batches].recomputed if size.micro_batches in self._found else ()
-        caps = [limit - int(nbytes) - _UNDER_WAY * int(message_bytes) for nbytes in held]
+        caps = [limit - int(nbytes) - UNDER_WAY * int(message_bytes) for nbytes in held]
         found = [
             _part(PartFigures(*row), before, at in recomputed)
             for at, (row, before) in enumerate(zip(highest_of_all(parts, device), known, strict=True))

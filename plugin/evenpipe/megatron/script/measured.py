@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from evenpipe.megatron.script.checks import spec_of
-from evenpipe.megatron.script.hooks import save_patch, set_up_patch, with_values
+from evenpipe.megatron.script.hooks import Training, save_patch, set_up_patch, with_values
 from evenpipe.megatron.script.log import say, say_on_last_rank
 from evenpipe.megatron.script.partition import layer_kinds
 from evenpipe.megatron.script.saved_state import SavedState
@@ -26,11 +26,21 @@ from evenpipe.upstream.ending import end_job
 
 if TYPE_CHECKING:
     from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule
+    from evenpipe.megatron.capped import CappedSchedule
     from evenpipe.megatron.schedule import PipelineSchedule
     from evenpipe.megatron.searched import SearchedSchedule
     from evenpipe.runtime.executor import Observer
 
-__all__ = ["TUNED", "AdaptiveTraining", "ChosenTraining", "MeasuredTraining", "SearchedTraining", "measured_patches"]
+__all__ = [
+    "TUNED",
+    "AdaptiveTraining",
+    "CappedTraining",
+    "ChosenTraining",
+    "MeasuredTraining",
+    "SearchedTraining",
+    "measured_patches",
+    "training_for",
+]
 
 #: What times and memory of parts depend on, beside the layout.
 _SETTINGS: Final = ("virtual_pipeline_model_parallel_size", "num_experts", "expert_model_parallel_size", "fp8")
@@ -69,6 +79,8 @@ _CHOSEN: Final = SavedState(
     _placed_settings,
 )
 
+_CAPPED: Final = f"{flag('swap')} auto"
+
 
 class MeasuredTraining:
     """A script's training by what it measures. `args` are Megatron's, `config` is what EvenPipe was asked for.
@@ -88,22 +100,13 @@ class MeasuredTraining:
         """One batch, as Megatron's own function would."""
         # Megatron may run an iteration again, which is to be cut as before.
         self.schedule.iteration = self.args.curr_iteration
-        try:
-            return self.schedule(**arguments)
-        except (PlanError, ScheduleError) as error:
-            given = self._config.memory_gib
-            end_job(f"{self._saved.asked if given is None else f'--memory-gib {given}'}: {error}")
+        return _batch(self.schedule, self._saved.asked, self._config, arguments)
 
     def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
         """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
-        from evenpipe.megatron.adaptive.static_memory import static_bytes
-
         if optimizer is None:
             return  # --skip-train
-        limit = limit_bytes(self._config.memory_gib, torch.device(torch.cuda.current_device()))
-        self.schedule.tuning = self.schedule.tuning._replace(
-            limit_bytes=limit, static_bytes=lambda: static_bytes(model, optimizer)
-        )
+        limit = _limit(self.schedule, self._config, model, optimizer)
         if (state := self._saved.resumed(self.args, limit)) is not None:
             self.schedule.load_state_dict(state)
 
@@ -111,6 +114,28 @@ class MeasuredTraining:
         """Called by all ranks in the place of Megatron's saving, which is `write`."""
         state = self.schedule.state_dict() if self.args.rank == 0 else None
         return write() if state is None else self._saved.save(self.args, iteration, folder, state, write)
+
+
+def _batch(schedule: PipelineSchedule, asked: str, config: EvenPipeConfig, arguments: dict[str, Any]) -> list[Any]:
+    """Carry out one batch; end the job with one line where nothing fits the memory."""
+    try:
+        return schedule(**arguments)
+    except (PlanError, ScheduleError) as error:
+        end_job(f"{asked if config.memory_gib is None else f'--memory-gib {config.memory_gib:g}'}: {error}")
+
+
+def _limit(
+    schedule: AdaptiveSchedule | SearchedSchedule | CappedSchedule,
+    config: EvenPipeConfig,
+    model: Sequence[Any],
+    optimizer: Any,
+) -> int:
+    """Tell `schedule` how much each process may hold, which is returned, and what it holds beside activations."""
+    from evenpipe.megatron.adaptive.static_memory import static_bytes
+
+    limit = limit_bytes(config.memory_gib, torch.device(torch.cuda.current_device()))
+    schedule.tuning = schedule.tuning._replace(limit_bytes=limit, static_bytes=lambda: static_bytes(model, optimizer))
+    return limit
 
 
 class AdaptiveTraining(MeasuredTraining):
@@ -220,9 +245,53 @@ class ChosenTraining(MeasuredTraining):
         self.schedule = ChosenSchedule(tuning, observer, connected=connected, schedule=spec_of(config, args))
 
 
-def measured_patches(training: MeasuredTraining) -> PatchSet:
+class CappedTraining:
+    """A script's training with --evenpipe-swap auto. It saves nothing: a resumed run's first batch is measured anew."""
+
+    def __init__(
+        self,
+        config: EvenPipeConfig,
+        args: Namespace,
+        observer: Observer | None,
+        connected: Callable[[PipelineSchedule], None],
+    ) -> None:
+        from evenpipe.megatron.adaptive.schedule import Tuning
+        from evenpipe.megatron.capped import CappedSchedule
+
+        self.args = args
+        self._config = config
+        tuning = Tuning(0, int, log=lambda line: say_on_last_rank(f"{_CAPPED}: {line}"))
+        group_size = 1 if config.group_size == "auto" else config.group_size
+        self.schedule = CappedSchedule(tuning, config.spec, observer, connected=connected, group_size=group_size)
+
+    def __call__(self, **arguments: Any) -> list[Any]:
+        """One batch, as Megatron's own function would."""
+        return _batch(self.schedule, _CAPPED, self._config, arguments)
+
+    def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
+        """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
+        if optimizer is not None:
+            _limit(self.schedule, self._config, model, optimizer)
+
+    def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
+        """Called by all ranks in the place of Megatron's saving, which is `write`."""
+        return write()
+
+
+def training_for(
+    config: EvenPipeConfig,
+) -> type[AdaptiveTraining | SearchedTraining | ChosenTraining | CappedTraining]:
+    """Return the kind of training by what it measures that these settings ask for."""
+    if config.group_size == "auto":
+        return AdaptiveTraining
+    if config.swap == "auto":
+        return CappedTraining
+    return ChosenTraining if config.schedule == AUTO else SearchedTraining
+
+
+def measured_patches(training: Training) -> PatchSet:
     """Return what calls `training` with Megatron's model, optimizer and checkpoints."""
-    asked = f"{_AUTO}, {_SEARCHED.asked}, {_CHOSEN.asked}"
+    asked = f"{_AUTO}, {_SEARCHED.asked}, {_CHOSEN.asked}, {_CAPPED}"
     model_and_optimizer = f"{asked}: the first place that has model and optimizer, whose memory counts"
     set_up = set_up_patch(training, "model-and-optimizer", model_and_optimizer)
     save = save_patch(training, f"{asked}: what has been measured and decided is saved beside what Megatron saves")

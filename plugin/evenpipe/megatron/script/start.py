@@ -18,7 +18,6 @@ from evenpipe.megatron.script.partition import layer_kinds, planned
 from evenpipe.megatron.symbols import OVERLAPPING
 from evenpipe.megatron.unsupported import overlaps
 from evenpipe.runtime.meeting import NotMet, meeting_of
-from evenpipe.schedule import AUTO
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import flag
 from evenpipe.upstream import PatchSet, UpstreamError
@@ -108,19 +107,13 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
         schedule = stream = StreamSchedule(config.bpipe, observer, connected=report, schedule=config.spec)
         training = TwoBWLoop(stream, args, config.one_version, config.delay_correction)
         steps, more = training.step_log, [training.patches()]
-    elif config.group_size == "auto" or "times" in config.spec.needs:
-        from evenpipe.megatron.script.measured import (
-            AdaptiveTraining,
-            ChosenTraining,
-            SearchedTraining,
-            measured_patches,
-        )
+    elif config.measures or config.swap == "auto":
+        from evenpipe.megatron.script.measured import measured_patches, training_for
 
-        searches = ChosenTraining if config.schedule == AUTO else SearchedTraining
-        kind = AdaptiveTraining if config.group_size == "auto" else searches
-        measured = kind(config, args, observer, report)
+        measured = training_for(config)(config, args, observer, report)
         schedule, called, more = measured.schedule, measured, [measured_patches(measured)]
     else:
+        assert config.group_size != "auto", "that is measured"
         schedule = PipelineSchedule(
             config.spec, config.bpipe, observer, connected=report, group_size=config.group_size, swap=config.swap
         )

@@ -1,0 +1,65 @@
+"""Swaps under a cap, measured and decided while a pipeline of plain torch trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenpipe.schedule import Programs, Size, Spec, needs_of
+from evenpipe.torch.pipeline import ModulePipeline
+from evenpipe.torch.tuned import print_once
+from evenpipe.tuner.process_memory import limit_bytes
+from evenpipe.tuner.searching import Room
+from evenpipe.tuner.swapping import SwapLoop
+
+__all__ = ["SwapTuning"]
+
+
+class SwapTuning:
+    """Has each stage of a pipeline swap as little as keeps it under a cap: call its `step` in place of the pipeline's.
+
+    As `SwapLoop` has it: the first batch is measured. Losses and gradients stay the same.
+
+    optimizer: of this stage's parameters, whose state counts against memory_gib, what a process may hold; a GPU's
+    memory if left out. All ranks of all replicas make it alike, before the first batch. Raises ValueError, and `step`
+    ScheduleError, one line, where no swaps keep a stage under the cap.
+    """
+
+    def __init__(
+        self, pipeline: ModulePipeline, optimizer: torch.optim.Optimizer, *, memory_gib: float | None = None
+    ) -> None:
+        schedule = pipeline.program.schedule
+        needs = needs_of(schedule)
+        for cannot, why in (
+            (pipeline.program.pairs, "program: partners keep activations for each other, which is not counted"),
+            ("stream" in needs, f"program: {schedule.name} does not flush between batches"),
+            (pipeline.executor.swaps is not None, "swap: a share is swapped already"),
+        ):
+            if cannot:
+                raise ValueError(f"{why}: leave that out, or SwapTuning")
+        if memory_gib is None and pipeline.device.type != "cuda":
+            raise ValueError("memory_gib: how much may a process hold? Give GiB: only of a GPU is it known")
+        self.loop = SwapLoop(print_once)
+        self._pipeline, self._optimizer = pipeline, optimizer
+        self._limit_bytes = limit_bytes(memory_gib, pipeline.device)
+        self._size = Size(schedule.stages, schedule.micro_batches, schedule.chunks, schedule.group_size)
+        self._plain = Programs(Spec.of(schedule, needs), queues=pipeline.executor.connections.queues)
+        pipeline.executor.swap(self.loop.limit)
+
+    def step(self, *batch: Any, **named: Any) -> Tensor | None:
+        """Return what the pipeline's `step` returns."""
+        pipeline, executor = self._pipeline, self._pipeline.executor
+        pipeline.program = self.loop.programs(self._plain, self._size)(self._size)
+        before, executor.measure = executor.measure, executor.measure or self.loop.weighs
+        try:
+            loss = pipeline.step(*batch, **named)
+        finally:
+            executor.measure = before
+        self.loop.end(executor, self._size, self._room, self._plain)
+        return loss
+
+    def _room(self) -> Room:
+        static_bytes = self._pipeline.kept_bytes(self._optimizer).static_bytes
+        return Room(self._limit_bytes, static_bytes + self._pipeline.executor.connections.device_bytes)

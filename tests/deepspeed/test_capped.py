@@ -1,0 +1,71 @@
+"""Real DeepSpeed engines that swap as little as keeps each stage under a cap train as stock ones do, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deepspeed.job import run_cases
+
+pytest.importorskip("deepspeed")
+
+#: Of what the worst stage saves without swaps.
+_CAPS = (0.9, 0.75, 0.6, 0.45)
+_GIB, _MIB = 2**30, 2**20
+_ENOUGH_GIB = 1.0
+#: Blocks that save much more than a message has.
+_CASE: dict[str, Any] = {"stages": 4, "blocks": 14, "steps": 2}
+
+
+_UNEVEN = {"schedule": "1f1b", "partition": [0, 6, 10, 14, 16]}
+
+
+def _swapping(gib: float, section: dict[str, Any]) -> dict[str, Any]:
+    ours = {**section, "swap": "auto", "memory_gib": gib}
+    return {**_CASE, "measure": True, "config": {"evenpipe": ours}}
+
+
+def _weights(ranks: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    return {weight for rank in ranks for weight in rank["weights"].items()}
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"schedule": "1f1b"},
+        pytest.param({"schedule": "gpipe"}, marks=pytest.mark.long),
+        pytest.param(_UNEVEN, marks=pytest.mark.long),
+    ],
+    ids=["1f1b", "gpipe", "uneven partition"],
+)
+def test_stages_stay_under_their_cap_and_train_to_the_stock_bits(section: dict[str, Any], tmp_path: Path) -> None:
+    (stock, whole, plain), said = run_cases(
+        "train_tiny.py",
+        [
+            {**_CASE, "config": {}},
+            {**_CASE, "measure": True, "config": {"evenpipe": section}},
+            _swapping(_ENOUGH_GIB, section),
+        ],
+        tmp_path,
+    )
+    [rooms] = re.findall(r"evenpipe: swap auto: nothing is swapped, for all fits; .* MiB by stage: ([\d. ]+)", said)
+    used = _ENOUGH_GIB * _GIB - min(map(float, rooms.split())) * _MIB  # of the stage with the most weights
+    peak = max(rank["peak_bytes"] for rank in whole)
+    found, said = run_cases(
+        "train_tiny.py", [_swapping((used + cap * peak) / _GIB, section) for cap in _CAPS], tmp_path
+    )
+    for ours in (plain, *found):
+        assert {rank["engine"] for rank in ours} == {"CappedEngine"}
+        assert [rank["losses"] for rank in ours] == [rank["losses"] for rank in stock]
+        assert _weights(ours) == _weights(stock)
+        assert all(rank["left"] == 0 for rank in ours)
+    lines = re.findall(r"evenpipe: swap auto: swaps of each micro-batch by stage: [\d% ]+; room [^:]*: ([\d. ]+)", said)
+    assert len(lines) == len(_CAPS)
+    for cap, ours, line in zip(_CAPS, found, lines, strict=True):
+        rooms = sorted(map(float, line.split()))
+        assert rooms[0] * _MIB == pytest.approx(cap * peak, rel=0.02)
+        for rank in ours:
+            assert rank["peak_bytes"] <= 1.02 * float(line.split()[rank["stage"]]) * _MIB, (cap, rank["stage"])

@@ -1,0 +1,84 @@
+"""In each of four processes: training under caps of memory, beside training without one.
+
+Argument: a folder (rank-<rank>.json out). A script of its own, forked after the imports.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evenpipe.schedule import ScheduleError, Size, build
+from evenpipe.torch import capped
+from evenpipe.torch.capped import SwapTuning
+from evenpipe.torch.pipeline import ModulePipeline
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.runtime.ranks import report
+
+STAGES, MICRO_BATCHES, ROWS, WIDTH = 4, 8, 64, 32
+#: By schedule: model chunks, caps that swaps can keep, and one that they cannot, as parts of the worst stage's peak.
+#: The last stage of ZB-H1 has all of its micro-batches whole at once.
+SCHEDULES = {"1f1b": (1, (0.9, 0.6, 0.45), 0.01), "interleaved": (2, (0.9, 0.6, 0.45), 0.01), "zb-h1": (1, (), 0.9)}
+_GIB, _ENOUGH_GIB, _MIB = 2**30, 1.0, 2**20
+
+
+def part(position: int) -> nn.Module:
+    torch.manual_seed(position)
+    blocks = (nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh())
+    return nn.Sequential(*(one for _ in range(6) for one in blocks[:3]), blocks[3])
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return tuple(torch.randn(MICRO_BATCHES * ROWS, WIDTH, generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def train(schedule: str, gib: float | None, said: list[str]) -> dict[str, Any]:
+    """Three batches: the losses and weights, and what each batch held and swapped."""
+    program = build(schedule, Size(STAGES, MICRO_BATCHES, SCHEDULES[schedule][0]))
+    pipeline = ModulePipeline(part, program, nn.functional.mse_loss, torch.empty(ROWS, WIDTH), measure=True)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    capped.print_once = said.append  # what rank 0 prints
+    tuning = None if gib is None else SwapTuning(pipeline, optimizer, memory_gib=gib)
+    losses, counted, counter = [], [], pipeline.executor.counter
+    for number in range(3):
+        counter.reset_peak()
+        loss = (pipeline if tuning is None else tuning).step(*batch(number))
+        losses.append("" if loss is None else loss.item().hex())
+        optimizer.step()
+        optimizer.zero_grad()
+        counted.append((counter.peak_bytes, counter.swapped_bytes))
+    weights = [one.detach().sum().item().hex() for one in pipeline.parameters()]
+    pipeline.close()
+    return {"losses": losses, "weights": weights, "counted": counted}
+
+
+def run(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for schedule, (_, within, beyond) in SCHEDULES.items():
+        said: list[str] = []
+        whole = train(schedule, None, said)
+        enough = train(schedule, _ENOUGH_GIB, said)
+        [rooms] = re.findall(r"nothing is swapped, for all fits; .* MiB by stage: ([\d. ]+)", said.pop())
+        used = _ENOUGH_GIB * _GIB - min(map(float, rooms.split())) * _MIB
+        peak = torch.tensor(whole["counted"][-1][0], dtype=torch.float64)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        caps = {str(cap): train(schedule, (used + cap * peak.item()) / _GIB, said) for cap in within}
+        try:
+            train(schedule, (used + beyond * peak.item()) / _GIB, said)
+            refused = ""
+        except ScheduleError as error:
+            refused = str(error)
+        found[schedule] = {"": whole, "enough": enough, **caps, "refused": refused, "peak": peak.item()}
+    return found
+
+
+if __name__ == "__main__":
+    report(STAGES, run)
