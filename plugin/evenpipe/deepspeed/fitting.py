@@ -144,7 +144,9 @@ def fitted(
     weighing = Weighing(given.model, given.cluster, of, _starts)
     run = weighing.balanced(given.run.of(of))
     fixed = (frozenset(get_args(Aspect)) - _OPEN) | keep
-    asked = Asked(weighing, run, ENGINE, fixed, lambda new: len(_keys(given, run, new)), (), _SCHEDULES, True, (), step)
+    asked = Asked(
+        weighing, run, ENGINE, fixed, lambda new: len(_keys(given, run, new)), (), _SCHEDULES, True, step=step
+    )
     try:
         found = answers(asked)
     except EstimateError as error:

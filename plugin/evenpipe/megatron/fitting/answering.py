@@ -18,13 +18,15 @@ from evenpipe.planner.fit.weighing import Weighing
 from evenpipe.planner.run import EstimateError, Module, Run
 from evenpipe.planner.search.question import Engine
 from evenpipe.planner.search.search import EQUAL, Planned
+from evenpipe.planner.searched_order import searched_gib
 from evenpipe.recipes.edits import edited, flag_changes
 from evenpipe.recipes.line import Line
 from evenpipe.recipes.megatron import settings_of
 from evenpipe.recipes.megatron_rules import starts
 from evenpipe.recipes.provider import field_of
 from evenpipe.recipes.surroundings import in_megatron
-from evenpipe.settings.spelling import FLAGS, in_flags
+from evenpipe.schedule import SEARCHED
+from evenpipe.settings.spelling import FLAGS, flag, in_flags
 from evenpipe.train.engines import ENGINES
 
 __all__ = ["answered", "fit"]
@@ -72,7 +74,7 @@ def _asked(source: Source, keep: frozenset[Aspect]) -> tuple[Asked, list[str]]:
     schedules, bpipe, notes = source.schedules(run)
 
     def flags(new: Run) -> int:
-        return flag_changes(line, edited(line, model, run, new, os.environ))
+        return flag_changes(line, _edited(source, run, new))
 
     weighing = Weighing(model, source.cluster, of, lambda one: one == run or starts(one))
     # Without Transformer Engine, Megatron carries out no other module again than attention's core.
@@ -82,7 +84,17 @@ def _asked(source: Source, keep: frozenset[Aspect]) -> tuple[Asked, list[str]]:
     # Nor does it offload inputs of modules then (`TransformerConfig`), nor beside these settings.
     moved_already = any(getattr(source.given, name, None) for name in ("cpu_offloading", "moe_paged_stash"))
     offloaded = () if local or moved_already or run.sharding or run.graphs else offloadable(model, run)
-    return Asked(weighing, run, engine, keep, flags, modules, schedules, bpipe, offloaded), notes
+    searches = source.searches(schedules)
+    return Asked(weighing, run, engine, keep, flags, modules, schedules, bpipe, offloaded, searches), notes
+
+
+def _edited(source: Source, run: Run, new: Run) -> Line:
+    """Return the line that starts another run; for one whose order is searched, with the memory for that."""
+    line = edited(source.line, source.found.model, run, new, os.environ)
+    if new.schedule != SEARCHED or run.schedule == SEARCHED:
+        return line
+    gib = f"{searched_gib(source.cluster.device):g}"
+    return replace(line, flags=(*line.flags, flag("memory_gib"), gib))
 
 
 def _answers(found: Answers, source: Source, run: Run) -> list[Answer]:
@@ -94,7 +106,7 @@ def _answers(found: Answers, source: Source, run: Run) -> list[Answer]:
     for name in TITLES:
         one: Planned | None = getattr(found, name)
         if one is not None and one.estimate.iteration_ms < limit:
-            line = edited(source.line, source.found.model, run, one.run, os.environ)
+            line = _edited(source, run, one.run)
             names.setdefault(line, []).append(name)
             planned[line] = one
     return [_answer(planned[line], line, each, source, run) for line, each in names.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import takewhile
@@ -95,6 +95,14 @@ class Source:
             return ("1f1b", "interleaved", "kfkb"), bpipe, []
         halves = not any(refused_settings(self.given, False, True))
         return ("1f1b", "interleaved", "kfkb", *["zb-h1"] * halves, *["v-half", "zbv"] * (halves and vees)), bpipe, []
+
+    def searches(self, schedules: Collection[str]) -> tuple[int, ...]:
+        """Return the model chunks a stage with which a run may search an order, where it may have these schedules."""
+        from evenpipe.megatron.unsupported import refused_with_search  # which imports torch
+
+        if "zb-h1" not in schedules or any(refused_with_search(self.given)):
+            return ()
+        return (1, 2) if "zbv" in schedules else (1,)
 
 
 def kept(names: Iterable[str]) -> frozenset[Aspect]:
