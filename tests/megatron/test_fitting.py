@@ -13,6 +13,7 @@ import pytest
 import evenpipe
 from evenpipe.megatron.bridge import layout_builder
 from evenpipe.megatron.fitting import FitError, source_of_line, source_of_settings
+from evenpipe.planner.fit.moves import SHORT
 from evenpipe.recipes.megatron_rules import starts
 from tests.readme import ROOT
 
@@ -221,6 +222,41 @@ def test_in_a_v_further_predictions_are_beside_the_loss() -> None:
     assert starts(apart)
     assert not starts(replace(apart, schedule="zbv"))
     assert starts(replace(apart, schedule="zbv", further_part=7))
+
+
+#: Few micro-batches, so that stages idle; nothing but the schedule may change.
+FEWER = [*LINE, "--micro-batch-size", "1", "--global-batch-size", "16", "--use-distributed-optimizer"]
+SCHEDULE_ALONE = tuple(set(SHORT) - {"schedule"})
+
+
+def test_an_order_that_is_searched_is_an_answer_where_it_gains_and_its_line_is_read_as_that() -> None:
+    found = evenpipe.fit(FEWER, cluster="1x4-h100", memory_gib=26, keep=SCHEDULE_ALONE)
+    searched = found.answer("evenpipe")
+    assert searched is not None
+    assert searched.evenpipe == {"schedule": "searched"}
+    assert searched.command[-4:] == ["--evenpipe-schedule", "searched", "--memory-gib", "24.7"]
+    assert searched.memory_gib <= 24.7
+    assert searched.iteration_ms < found.now["iteration_ms"] / 1.02
+    again = evenpipe.fit(searched.command, cluster="1x4-h100", memory_gib=26, keep=SCHEDULE_ALONE)
+    assert again.now["iteration_ms"] == pytest.approx(searched.iteration_ms)
+
+
+@pytest.mark.parametrize("flags", ["--distribute-saved-activations", "--defer-embedding-wgrad-compute"])
+def test_no_order_is_searched_beside_flags_that_rule_it_out(flags: str) -> None:
+    source = source_of_line([*LINE, flags], "1x4-h100", None)
+    schedules, _, _ = source.schedules(source.found.run)
+    assert source.searches(schedules) == ()
+    plain = source_of_line(LINE, "1x4-h100", None)
+    assert plain.searches(plain.schedules(plain.found.run)[0]) == (1, 2)
+
+
+@pytest.mark.parametrize("named", ["--evenpipe", "--evenpipe-schedule"])
+def test_a_run_that_chooses_by_itself_is_taken_for_1f1b_and_answers_drop_its_memory(named: str) -> None:
+    found = evenpipe.fit([*FEWER, named, "auto", "--memory-gib", "20"], cluster="1x4-h100", keep=KEPT[:3])
+    assert "--evenpipe-schedule auto: chosen in a run by its own times; estimated as 1f1b" in found.notes
+    for one in found.answers:
+        assert "auto" not in one.command
+        assert ("--memory-gib" in one.command) == (one.evenpipe.get("schedule") == "searched")
 
 
 def test_a_name_of_nothing_to_keep_is_one_line() -> None:

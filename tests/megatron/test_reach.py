@@ -9,7 +9,11 @@ import pytest
 pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from reach import FEATURES, recipes, refusal
+from reach import FEATURES, arguments_of, recipes, refusal
+
+from evenpipe.megatron.script.flags import destination
+from evenpipe.megatron.script.start import asked_for
+from evenpipe.settings.config import EvenPipeConfig
 
 #: A fifth of public recipes captures whole iterations, or layers in Megatron's order, or hides experts' messages.
 LEAST = {
@@ -29,3 +33,15 @@ def test_public_recipes_start_or_are_told_which_flag_is_in_the_way(feature: str)
     for line in filter(None, lines):
         assert "\n" not in line
         assert re.search(r"--(cuda-graph-impl|overlap-moe|fine-grained|external-cuda-graph)", line), line
+
+
+def test_a_recipe_without_a_choice_starts_as_it_is_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments_of(next(one for one in recipes() if one.get("cuda_graph") == "full_iteration"), False)
+    asked = EvenPipeConfig.of(schedule="auto", memory_gib=60.0)
+    vars(args).update({destination(name): value for name, value in asked.model_dump().items()})
+    config, plan = asked_for(args)
+    assert (config.active, plan) == (False, None)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(
+        " [evenpipe] auto: trains by Megatron's own schedule: --cuda-graph-impl full_iteration replays"
+    )

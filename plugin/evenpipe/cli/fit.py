@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from argparse import REMAINDER, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
-from evenpipe.cli.estimate import show
+from evenpipe.cli.estimate import add_model, model_and_cluster, show
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.shown import console_of, print_table
-from evenpipe.cli.values import gibibytes
+from evenpipe.cli.values import gibibytes, positive
+from evenpipe.deepspeed.fitting import ENGINE, NAMES, configuration_in, configured, fitted, in_deepspeed, with_changes
 from evenpipe.megatron.fitting import (
     TITLES,
     Answer,
@@ -24,6 +25,7 @@ from evenpipe.megatron.fitting import (
     answered,
     is_file_of_a_run,
     kept,
+    option,
     source_of_line,
     source_of_path,
 )
@@ -45,8 +47,11 @@ def add_to(commands: Commands) -> None:
         usage="evenpipe fit [--cluster NAME] [--memory-gib X] [--keep NAME,...]"
         "\n                    [--write RUN.sh [--take NAME]] [--json]"
         "\n                    -- [torchrun ...] pretrain_gpt.py [FLAGS ...]\n"
-        "       evenpipe fit [...] run_config.yaml|CHECKPOINT|RECIPE",
-        beyond="the run's own line goes behind --; or a configuration that Megatron-Bridge saved, or a recipe's folder",
+        "       evenpipe fit [...] run_config.yaml|CHECKPOINT|RECIPE\n"
+        "       evenpipe fit [...] --model NAME|--hf PATH --stages P ds_config.json\n"
+        "       evenpipe fit [...] --model NAME|--hf PATH --stages P -- deepspeed train.py --deepspeed_config ds.json",
+        beyond="the run's own line goes behind --; or a configuration that Megatron-Bridge saved, a recipe's folder, "
+        "or DeepSpeed's JSON, with what it does not say of the run",
         epilog="--json prints a document evenpipe.fit/1: now (an evenpipe.estimate/1), answers, and notes.",
     )
     parser.add_argument(
@@ -69,6 +74,15 @@ def add_to(commands: Commands) -> None:
         choices=tuple(TITLES),
         help="the answer to write (default: least if the run does not fit, else the fastest)",
     )
+    group = parser.add_argument_group("what DeepSpeed's JSON does not say")
+    add_model(group, required=False)
+    group.add_argument("--stages", type=positive, metavar="P", help="of PipelineModule")
+    group.add_argument("--tensor-parallel", type=positive, metavar="T", help="of its topology (default: 1)")
+    group.add_argument(
+        "--recompute",
+        choices=ENGINE.scopes,
+        help="full: PipelineModule(activation_checkpoint_interval=1), as it is today (default: none)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument("line", nargs=REMAINDER, metavar="LINE", help="the line that starts the run today")
     parser.set_defaults(run=_run)
@@ -87,7 +101,21 @@ def fit_schedule(line: Sequence[str], on: str | None) -> None:
     _run(Namespace(line=line, cluster=on, memory_gib=None, keep=keep, write=None, take=None, json=False))
 
 
+#: Options of DeepSpeed's runs, as attributes.
+_OF_DEEPSPEED: Final = ("model", "hf", "seq_length", "stages", "tensor_parallel", "recompute")
+
+
 def _run(arguments: Namespace) -> None:
+    words = arguments.line[1:] if arguments.line[:1] == ["--"] else arguments.line
+    try:
+        if (path := _configuration(words)) is not None and (values := configuration_in(path)) is not None:
+            _run_deepspeed(arguments, path, values)
+            return
+    except FitError as error:
+        raise UsageError(str(error)) from error
+    given = [name for name in _OF_DEEPSPEED if getattr(arguments, name, None) is not None]
+    if given:
+        raise UsageError(f"--{given[0].replace('_', '-')}: is for DeepSpeed's JSON only: leave it out")
     try:
         source = _source(arguments)
         _refuse(arguments, source)
@@ -102,6 +130,49 @@ def _run(arguments: Namespace) -> None:
         _print(found, source.bridge)
     if arguments.write is not None:
         _write(arguments, found.fit)
+
+
+def _configuration(words: Sequence[str]) -> Path | None:
+    """Return the file of DeepSpeed's configuration that the words name; None where they may name another run."""
+    line = read_line(words)
+    if line is not None and line.of_deepspeed:
+        name = option(line.flags, "--deepspeed_config")
+        if not name:
+            raise FitError(
+                f"{line.script}: --deepspeed_config: not given, and a script's own is not read: name the JSON"
+            )
+        return Path(name)
+    return Path(words[0]) if len(words) == 1 and words[0].endswith(".json") else None
+
+
+def _run_deepspeed(arguments: Namespace, path: Path, values: dict[str, Any]) -> None:
+    """Print the answers to a configuration of DeepSpeed's, and write one of them."""
+    if arguments.model is None and arguments.hf is None:
+        raise UsageError(f"{path}: does not say what the model is: give --model NAME or --hf config.json")
+    for name, said in (("stages", "the stages of PipelineModule are"), ("cluster", "the GPUs are")):
+        if getattr(arguments, name) is None:
+            raise UsageError(f"{path}: does not say what {said}: give --{name}")
+    if arguments.take is not None and arguments.take not in NAMES:
+        raise UsageError(f"--take {arguments.take}: DeepSpeed's answers are {', '.join(NAMES)}")
+    _refuse_writing(arguments)
+    of, nodes = model_and_cluster(arguments)
+    if arguments.memory_gib is not None:
+        nodes = nodes.model_copy(
+            update={"device": nodes.device.model_copy(update={"memory_gib": arguments.memory_gib})}
+        )
+    with _progress() as step:
+        tensor, again = arguments.tensor_parallel or 1, arguments.recompute == "full"
+        given = configured(values, path.name, of, nodes, arguments.stages, tensor, again)
+        found = fitted(given, arguments.keep, step)
+    if arguments.json:
+        print(found.fit.model_dump_json())
+    else:
+        show(found.answers.now.estimate, of, nodes, False, in_deepspeed)
+        _print(found, False, NAMES)
+    if arguments.write is not None:
+        if not (changes := _taken(arguments, found.fit).changes):
+            raise UsageError("--write: this answer changes the script alone, no key: --take another")
+        _write_text(arguments, with_changes(values, changes))
 
 
 def _source(arguments: Namespace) -> Source:
@@ -123,6 +194,10 @@ def _refuse(arguments: Namespace, source: Source) -> None:
         raise UsageError("--write: no line starts a configuration: --json has the fields to change")
     if arguments.write is not None and not source.line.before:
         raise UsageError("--write: which launcher? Give the whole line, such as torchrun ... pretrain_gpt.py <flags>")
+    _refuse_writing(arguments)
+
+
+def _refuse_writing(arguments: Namespace) -> None:
     if arguments.write is not None and arguments.write.exists():
         raise UsageError(f"--write {arguments.write}: is there already: name a new file")
     if arguments.take is not None and arguments.write is None:
@@ -136,7 +211,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda what: status.update(f"fit: looks for {what}")
 
 
-def _print(found: Found, bridge: bool) -> None:
+def _print(found: Found, bridge: bool, titles: Mapping[str, str] = TITLES) -> None:
     console = console_of()
     now, shown = found.answers.now.estimate, found.fit.answers
     rows = [
@@ -151,7 +226,7 @@ def _print(found: Found, bridge: bool) -> None:
         )
     ]
     for number, one in enumerate(shown, 1):
-        title = ", ".join(TITLES[name] for name in one.names)
+        title = ", ".join(titles[name] for name in one.names)
         sure = Uncertainty(**one.uncertainty)  # type: ignore[arg-type]
         rows.append(
             _row(number, title, one.memory_gib, one.tokens_per_second_per_gpu, one.iteration_ms, sure, one.loss)
@@ -206,17 +281,25 @@ def _row(number: int, title: str, gib: float, tokens: float, ms: float, sure: Un
 
 
 def _write(arguments: Namespace, fit: Fit) -> None:
-    """Write the answer that is taken as a script, which nothing is written over."""
+    """Write the answer that is taken as a script."""
+    line = read_line(_taken(arguments, fit).command)
+    assert line is not None
+    _write_text(arguments, "#!/bin/bash\n" + " \\\n".join(line.lines) + "\n")
+    arguments.write.chmod(0o755)
+
+
+def _taken(arguments: Namespace, fit: Fit) -> Answer:
     one = fit.answer(arguments.take)
     if one is None:
         have = ", ".join(name for one in fit.answers for name in one.names) or "nothing to gain, so nothing to write"
         raise UsageError(f"{f'--take {arguments.take}' if arguments.take else '--write'}: no such answer here: {have}")
-    line = read_line(one.command)
-    assert line is not None
-    text = "#!/bin/bash\n" + " \\\n".join(line.lines) + "\n"
+    return one
+
+
+def _write_text(arguments: Namespace, text: str) -> None:
+    """Write a new file; nothing is written over."""
     try:
         with open(arguments.write, "x", encoding="utf-8") as file:
             file.write(text)
-        arguments.write.chmod(0o755)
     except OSError as error:
         raise UsageError(f"--write {arguments.write}: {error.strerror}: name a new file that can be written") from error

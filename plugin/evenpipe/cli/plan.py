@@ -27,7 +27,7 @@ from evenpipe.cli.estimate import (
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import output_file, picture_file, positive, sample_count, write
-from evenpipe.deepspeed.section import OFFERS
+from evenpipe.deepspeed.fitting import ENGINE
 from evenpipe.planner.arguments import Values
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Framework, Model, Precision
 from evenpipe.planner.features import add_features, features_of, flags_of, of_megatron_s_schedules
@@ -53,11 +53,9 @@ _OLDER: Final = ("megatron-v3", "pipedream-2bw")
 
 
 def engine_of(framework: Framework) -> Engine:
-    """DeepSpeed recomputes whole layers, its topology has replicas before stages, and 2bw's must not divide layers
-    (`deepspeed/unsupported.py`); the others are Megatron-LM's.
-    """
+    """Return what the framework offers: DeepSpeed its own, the others Megatron-LM's."""
     if framework.name == "deepspeed":
-        return Engine("DeepSpeed", OFFERS, ("none", "full"), ("replicas",), context=False, delayed_sharded=False)
+        return ENGINE
     older = framework.name in _OLDER
     return Engine("Megatron", ENGINES["evenpipe"].offers, uneven=not older, context=not older)
 

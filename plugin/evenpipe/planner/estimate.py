@@ -27,10 +27,11 @@ from evenpipe.planner.muon import orthogonalized
 from evenpipe.planner.operations.operation import summed
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import EstimateError, Run
+from evenpipe.planner.searched_order import caps, searched_program
 from evenpipe.planner.stage_bytes import Chunk, StageBytes, chunks_of, stage_bytes
 from evenpipe.planner.stage_nodes import Placed, StageNodes, slowest
 from evenpipe.planner.uncertainty import Uncertainty, uncertainty_of
-from evenpipe.schedule import Link, Places, Programs, Queues, ScheduleError, Size, partner
+from evenpipe.schedule import SEARCHED, Link, Places, Programs, Queues, ScheduleError, Size, partner
 from evenpipe.simulate import Costs, Wire
 
 __all__ = [
@@ -71,6 +72,7 @@ def positions_of(places: Places) -> Positions:
 
 
 _MS: Final = 1e3
+_GIB: Final = 2**30
 
 
 class StageEstimate(NamedTuple):
@@ -194,13 +196,21 @@ class Estimator:
         message_bytes = message_bytes_of(self.model, run)
         evictions = [_eviction(placed, stage, max(row), run) for stage, row in enumerate(units)]
         costs, own = self._costs(run, times, where, placed, evictions)
-        same = repr((programs.spec.name, run.overlap_experts, run.bpipe, run.queues, size, costs, units, left))
+        devices = [self._nodes.device(groups) for groups in placed.groups]
+        room: list[int] = []
+        if programs.spec.name == SEARCHED:
+            rows = [(held,) * places.stages for held in (0, _GIB)]
+            none, some = (stage_bytes(chunks, row, places, 1, run, message_bytes, devices) for row in rows)
+            room = caps(none, some, devices)
+        same = repr((programs.spec.name, run.overlap_experts, run.bpipe, run.queues, size, costs, units, left, room))
+        if room and same not in self._simulated:
+            programs = Programs(programs.spec, queues=run.queues)
+            programs.keep(size, searched_program(run, where, costs, units, left, room))
         try:
             found = self._simulated.get(same) or simulated(programs, size, costs, units, left)
         except ScheduleError as error:
             raise EstimateError(str(error)) from error
         self._simulated[same] = found
-        devices = [self._nodes.device(groups) for groups in placed.groups]
         held = stage_bytes(chunks, found.saved_bytes, places, found.weight_versions, run, message_bytes, devices)
         ends = [self._end(stage, run, own_chunks[stage], where, placed, own[stage]) for stage in range(places.stages)]
         if run.optimizer == "muon":

@@ -15,7 +15,16 @@ from evenpipe.recipes.recipe import Recipe, RecipeError
 from evenpipe.recipes.rendering import Flag, Group, Variable, lines, verbatim
 from evenpipe.settings.config import EvenPipeConfig
 
-__all__ = ["CONFIGURATION", "boundaries_of", "configuration_of", "described_by", "flag_groups", "training_files"]
+__all__ = [
+    "CONFIGURATION",
+    "batch_of",
+    "boundaries_of",
+    "configuration_of",
+    "described_by",
+    "flag_groups",
+    "precision_of",
+    "training_files",
+]
 
 CONFIGURATION: Final = "ds_config.json"
 #: What model.py has before the model's layers, and behind them: words and positions, norm and logits.
@@ -156,7 +165,7 @@ def described_by(
     if args.stages < 1 or gpus % args.stages:
         raise RecipeError(f"train.sh: --stages {args.stages}: {gpus} GPUs do not divide into them: change one of them")
     data = gpus // args.stages
-    micro, accumulated = _batch(configuration, data)
+    micro, accumulated = batch_of(configuration, data)
     return of, Run(
         global_batch=micro * accumulated * data,
         stages=args.stages,
@@ -167,8 +176,8 @@ def described_by(
         bpipe=bool(settings and settings.bpipe),
         group_size=settings.group_size if settings and settings.group_size != "auto" else 1,
         layout=_layout(settings.partition if settings else None, of.layers, args.stages),
-        precision=_precision(configuration),
-        attention="unfused" if _precision(configuration) == "fp32" else "flash",
+        precision=precision_of(configuration),
+        attention="unfused" if precision_of(configuration) == "fp32" else "flash",
         sharded_optimizer=_of(configuration, "zero_optimization").get("stage", 0) == 1,
         blocking=() if settings else None,
     )
@@ -188,13 +197,16 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _batch(configuration: Mapping[str, Any], data: int) -> tuple[int, int]:
-    """Micro-batch size and micro-batches of a replica, of which DeepSpeed needs any two of three sizes."""
+def batch_of(configuration: Mapping[str, Any], data: int, name: str = CONFIGURATION) -> tuple[int, int]:
+    """Return the micro-batch size and the micro-batches of a replica; DeepSpeed needs any two of three sizes.
+
+    name: of the file. Raises RecipeError where they are none, or do not go together.
+    """
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, steps = (configuration.get(key) for key in keys)
     for key, value in zip(keys, (whole, micro, steps), strict=True):
         if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-            raise RecipeError(f"{CONFIGURATION}: {key}: {value!r} is no whole number above 0: give one")
+            raise RecipeError(f"{name}: {key}: {value!r} is no whole number above 0: give one")
     if whole and micro and not steps:
         steps = whole // (micro * data)
     if whole and steps and not micro:
@@ -202,7 +214,7 @@ def _batch(configuration: Mapping[str, Any], data: int) -> tuple[int, int]:
     micro, steps = micro or 1, steps or 1
     if whole and whole != micro * steps * data:
         raise RecipeError(
-            f"{CONFIGURATION}: train_batch_size {whole}: is not {micro} × {steps} × {data} (micro-batch size × "
+            f"{name}: train_batch_size {whole}: is not {micro} × {steps} × {data} (micro-batch size × "
             f"accumulation steps × replicas): {micro * steps * data} is"
         )
     return micro, steps
@@ -228,7 +240,8 @@ def _layout(partition: Any, layers: int, stages: int) -> tuple[int, ...] | None:
     return tuple(each) if len(set(each)) > 1 else None
 
 
-def _precision(configuration: Mapping[str, Any]) -> Any:
+def precision_of(configuration: Mapping[str, Any]) -> Any:
+    """Return bf16, fp16 or fp32."""
     return next((name for name in ("bf16", "fp16") if _of(configuration, name).get("enabled")), "fp32")
 
 

@@ -47,7 +47,8 @@ _TOGETHER: Final = (
     ),
     (
         *("evenpipe-schedule", "group-size", "bpipe", "evenpipe-group-size", "evenpipe-bpipe"),
-        *("no-bpipe", "no-evenpipe-bpipe", "evenpipe-delay-correction"),
+        *("no-bpipe", "no-evenpipe-bpipe", "evenpipe-delay-correction", "evenpipe", "memory-gib", "retune-interval"),
+        *("evenpipe-memory-gib", "evenpipe-retune-interval"),
     ),
 )
 _ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -16,6 +16,7 @@ from evenpipe.planner.layout_text import unrolled
 from evenpipe.planner.run import Run
 from evenpipe.recipes.recipe import Recipe, series
 from evenpipe.recipes.rendering import Flag, Group, Line, Variable, lines
+from evenpipe.schedule import AUTO
 from evenpipe.settings.config import ConfigError, EvenPipeConfig
 from evenpipe.settings.contradictions import CONTRADICTIONS, contradiction_in
 from evenpipe.settings.spelling import FLAGS, flag
@@ -294,10 +295,13 @@ def described_by(
     pipelined = Pipelined()
     if settings.active:
         group = 1 if settings.group_size == "auto" else settings.group_size
-        pipelined = Pipelined(settings.schedule or "1f1b", settings.bpipe, group)
+        named = "1f1b" if settings.schedule in (None, AUTO) else settings.schedule
+        pipelined = Pipelined(named, settings.bpipe, group)
     run = run_of(args, pipelined, layout, expandable)
     names = {word.removeprefix("--").partition("=")[0] for word in left if word.startswith("--")}
     ignored = [*without_effect(Given(names, Values(args), of, run))]
+    if settings.schedule == AUTO:
+        ignored.append(f"{FLAGS.mention('schedule', AUTO)}: chosen in a run by its own times; estimated as 1f1b")
     if settings.swap is not None:
         ignored.append(f"{FLAGS.mention('swap', settings.swap)}: what it changes is not in this estimate")
     return Described(of, run, settings, [word for word in unread if word.startswith("--")], ignored)
@@ -307,11 +311,14 @@ def settings_of(flags: Sequence[str]) -> tuple[EvenPipeConfig, list[str]]:
     """EvenPipe's own flags, and the other words. Raises FlagError for what cannot be, or not together."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS, exit_on_error=False)
     for setting, field in EvenPipeConfig.model_fields.items():
-        if field.annotation is bool or field.annotation == bool | None:
-            parser.add_argument(flag(setting), dest=setting, action="store_true")
-            parser.add_argument(flag(setting).replace("--", "--no-", 1), dest=setting, action="store_false")
-        else:
-            parser.add_argument(flag(setting), dest=setting)
+        assert isinstance(field.json_schema_extra, dict)
+        short = str(field.json_schema_extra.get("short", flag(setting)))
+        for name in dict.fromkeys((flag(setting), f"--evenpipe-{setting.replace('_', '-')}", short)):
+            if field.annotation is bool or field.annotation == bool | None:
+                parser.add_argument(name, dest=setting, action="store_true")
+                parser.add_argument(name.replace("--", "--no-", 1), dest=setting, action="store_false")
+            else:
+                parser.add_argument(name, dest=setting)
     try:
         found, left = parser.parse_known_args(list(flags))
         settings = EvenPipeConfig.of(**vars(found))

@@ -22,7 +22,7 @@ def starts(run: Run) -> bool:
             not {"expert_fc1", "moe_act"} & set(run.offload_modules) or "moe" not in run.again,
             run.context == 1 or run.attention == "flash",
             # In a V the last part has both the loss and what is predicted further ahead.
-            "vee" not in run.spec.needs or run.further_part in (None, run.stages * run.chunks - 1),
+            "vee" not in run.spec.needed(run.chunks) or run.further_part in (None, run.stages * run.chunks - 1),
             run.expert == 1 or run.tensor == 1 or run.sequence_parallel,
             not run.overlap_experts or _hides_experts(run),
             # Graphs of whole layers cannot have a part of them carried out again.

@@ -6,97 +6,32 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final
 
-from pydantic import BaseModel
-
-from evenpipe.megatron.fitting.source import FitError, Source, kept, option, source_of_line, source_of_settings
+from evenpipe.megatron.fitting.source import Source, kept, option, source_of_line, source_of_settings
 from evenpipe.planner.arguments import parse_flags
 from evenpipe.planner.descriptions import framework
 from evenpipe.planner.fit.answers import Answers, Asked, answers, by_evenpipe
+from evenpipe.planner.fit.document import SAME_BITS, TITLES, Answer, Fit, FitError, Found
 from evenpipe.planner.fit.moves import NARROWER, Aspect, changed, modules_of, offloadable
 from evenpipe.planner.fit.weighing import Weighing
 from evenpipe.planner.run import EstimateError, Module, Run
 from evenpipe.planner.search.question import Engine
 from evenpipe.planner.search.search import EQUAL, Planned
+from evenpipe.planner.searched_order import searched_gib
 from evenpipe.recipes.edits import edited, flag_changes
 from evenpipe.recipes.line import Line
 from evenpipe.recipes.megatron import settings_of
 from evenpipe.recipes.megatron_rules import starts
 from evenpipe.recipes.provider import field_of
 from evenpipe.recipes.surroundings import in_megatron
-from evenpipe.settings.spelling import FLAGS, in_flags
+from evenpipe.schedule import SEARCHED
+from evenpipe.settings.spelling import FLAGS, flag, in_flags
 from evenpipe.train.engines import ENGINES
 
-__all__ = ["TITLES", "Answer", "Fit", "Found", "answered", "fit"]
+__all__ = ["answered", "fit"]
 
-#: What an answer is, by its name, in the order in which they are shown.
-TITLES: Final = MappingProxyType(
-    {
-        "least": "least change that fits",
-        "stock": "fastest with Megatron's schedules",
-        "evenpipe": "fastest with EvenPipe's",
-        "sized": "fastest with the same t, p, c and e",
-        "narrower": "fastest with fewer bits",
-    }
-)
-#: Aspects whose changes leave every bit of losses and weights as it was.
-_SAME_BITS: Final = frozenset(("allocator", "offload", "overlap", "recompute", "schedule"))
 _GIB: Final = 2**30
-
-
-class Answer(BaseModel):
-    """One answer: what it needs and takes, whether losses stay, and what it changes.
-
-    names: of the answer, or of several that are the same. memory_gib: of the fullest stage. warnings: of memory.
-    added, removed: flags and variables; ``command``: the whole line; of settings, the flags that say the same.
-    changes: Megatron's arguments by name, or the fields of a provider, with their new values. environment: variables to
-    set. evenpipe: arguments of `PipelineSchedule` or of Bridge's callback; empty under Megatron's own schedule.
-    """
-
-    names: list[str]
-    memory_gib: float
-    iteration_ms: float
-    tokens_per_second_per_gpu: float
-    uncertainty: dict[str, float | str | None]
-    loss: str
-    warnings: list[str]
-    added: list[str]
-    removed: list[str]
-    command: list[str]
-    changes: dict[str, Any]
-    environment: dict[str, str]
-    evenpipe: dict[str, Any]
-
-
-class Fit(BaseModel):
-    """The document of ``evenpipe fit --json``. now: an ``evenpipe.estimate/1`` of the run as it is."""
-
-    format: Literal["evenpipe.fit/1"] = "evenpipe.fit/1"
-    now: dict[str, Any]
-    answers: list[Answer]
-    notes: list[str]
-
-    def answer(self, name: str | None = None) -> Answer | None:
-        """Return the answer of this name; without one, the least change or, if the run fits, the fastest.
-
-        The fastest in fewer bits is returned without being named only if it is the only one.
-        """
-        if name is not None and name not in TITLES:
-            raise FitError(f"{name!r} is no answer: choose one of {', '.join(TITLES)}")
-        if name is None:
-            least = self.answer("least")
-            alike = [one for one in self.answers if one.names != ["narrower"]] or self.answers
-            return least or min(alike, key=lambda one: one.iteration_ms, default=None)
-        return next((one for one in self.answers if name in one.names), None)
-
-
-class Found(NamedTuple):
-    """The answers as runs, and as what is shown."""
-
-    answers: Answers
-    fit: Fit
 
 
 def fit(run: Any, *, cluster: str | None = None, memory_gib: float | None = None, keep: Collection[str] = ()) -> Fit:
@@ -139,7 +74,7 @@ def _asked(source: Source, keep: frozenset[Aspect]) -> tuple[Asked, list[str]]:
     schedules, bpipe, notes = source.schedules(run)
 
     def flags(new: Run) -> int:
-        return flag_changes(line, edited(line, model, run, new, os.environ))
+        return flag_changes(line, _edited(source, run, new))
 
     weighing = Weighing(model, source.cluster, of, lambda one: one == run or starts(one))
     # Without Transformer Engine, Megatron carries out no other module again than attention's core.
@@ -149,7 +84,17 @@ def _asked(source: Source, keep: frozenset[Aspect]) -> tuple[Asked, list[str]]:
     # Nor does it offload inputs of modules then (`TransformerConfig`), nor beside these settings.
     moved_already = any(getattr(source.given, name, None) for name in ("cpu_offloading", "moe_paged_stash"))
     offloaded = () if local or moved_already or run.sharding or run.graphs else offloadable(model, run)
-    return Asked(weighing, run, engine, keep, flags, modules, schedules, bpipe, offloaded), notes
+    searches = source.searches(schedules)
+    return Asked(weighing, run, engine, keep, flags, modules, schedules, bpipe, offloaded, searches), notes
+
+
+def _edited(source: Source, run: Run, new: Run) -> Line:
+    """Return the line that starts another run; for one whose order is searched, with the memory for that."""
+    line = edited(source.line, source.found.model, run, new, os.environ)
+    if new.schedule != SEARCHED or run.schedule == SEARCHED:
+        return line
+    gib = f"{searched_gib(source.cluster.device):g}"
+    return replace(line, flags=(*line.flags, flag("memory_gib"), gib))
 
 
 def _answers(found: Answers, source: Source, run: Run) -> list[Answer]:
@@ -161,7 +106,7 @@ def _answers(found: Answers, source: Source, run: Run) -> list[Answer]:
     for name in TITLES:
         one: Planned | None = getattr(found, name)
         if one is not None and one.estimate.iteration_ms < limit:
-            line = edited(source.line, source.found.model, run, one.run, os.environ)
+            line = _edited(source, run, one.run)
             names.setdefault(line, []).append(name)
             planned[line] = one
     return [_answer(planned[line], line, each, source, run) for line, each in names.items()]
@@ -218,7 +163,7 @@ def _loss(source: Source, old: Run, new: Run) -> str:
     aspects = changed(old, new)
     if aspects & NARROWER:
         return "fewer bits"
-    if aspects <= _SAME_BITS:
+    if aspects <= SAME_BITS:
         return "same bits"
     return "other dropout" if source.found.model.dropout else "rounding"
 

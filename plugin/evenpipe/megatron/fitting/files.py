@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import yaml
 
-from evenpipe.megatron.fitting.source import FitError, Source, source_of_line, source_of_settings
+from evenpipe.megatron.fitting.source import Source, source_of_line, source_of_settings
+from evenpipe.planner.fit.document import FitError
 from evenpipe.recipes.reading import UNKNOWN, read_folder, read_script
 from evenpipe.recipes.recipe import RecipeError
 
@@ -18,10 +19,6 @@ _SAVED: Final = "run_config.yaml"
 _ENDS: Final = (".yaml", ".yml", ".json")
 #: Variables that an answer may change, and that a recipe's script exports.
 _VARIABLES: Final = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF")
-#: Each configuration of DeepSpeed's has one of these keys.
-_OF_DEEPSPEED: Final = frozenset(
-    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization")
-)
 
 
 def is_file_of_a_run(word: str) -> bool:
@@ -53,8 +50,6 @@ def _settings(path: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
         raise FitError(f"{path}{where}: is neither YAML nor JSON: {getattr(error, 'problem', error)}") from None
-    if isinstance(found, dict) and _OF_DEEPSPEED & found.keys():
-        raise FitError(f"{path}: is DeepSpeed's, which does not say what the model is: `evenpipe plan` takes --model")
     if not isinstance(found, dict) or not ("model" in found or "num_layers" in found):
         raise FitError(f"{path}: has no section model: name what Megatron-Bridge saves as {_SAVED}")
     return {str(key): value for key, value in found.items()}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from evenpipe.megatron.fitting.source import FitError, source_of_settings
+from evenpipe.megatron.fitting.source import source_of_settings
 from evenpipe.planner.descriptions import framework
+from evenpipe.planner.fit.document import FitError
 from evenpipe.planner.fit.weighing import Weighing
 from evenpipe.planner.run import EstimateError
 from evenpipe.recipes.megatron import kinds_of, layout_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import takewhile
@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from evenpipe.planner.arguments import FlagError, known_flags
 from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster
+from evenpipe.planner.fit.document import FitError
 from evenpipe.planner.fit.moves import SHORT, Aspect
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.recipes.line import Line, read_line
@@ -23,7 +24,7 @@ from evenpipe.recipes.surroundings import expandable, in_megatron, smallest_clus
 from evenpipe.settings.spelling import in_flags
 from evenpipe.wording.nearest import nearest
 
-__all__ = ["FitError", "Source", "kept", "option", "source_of_line", "source_of_settings"]
+__all__ = ["Source", "kept", "option", "source_of_line", "source_of_settings"]
 
 _CLUSTER: Final = "a100-80gb"
 #: Tokens of a vocabulary whose size no flag gives: Llama 3's.
@@ -52,10 +53,6 @@ _NEUTRAL_STARTS: Final = (
 )
 #: The least similarity of a misspelt flag to the flag that was meant: a letter or two differ.
 _SLIP: Final = 0.94
-
-
-class FitError(ValueError):
-    """A run that cannot be read or answered; the message is one line: what was wrong, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +96,14 @@ class Source:
         halves = not any(refused_settings(self.given, False, True))
         return ("1f1b", "interleaved", "kfkb", *["zb-h1"] * halves, *["v-half", "zbv"] * (halves and vees)), bpipe, []
 
+    def searches(self, schedules: Collection[str]) -> tuple[int, ...]:
+        """Return the model chunks a stage with which a run may search an order, where it may have these schedules."""
+        from evenpipe.megatron.unsupported import refused_with_search  # which imports torch
+
+        if "zb-h1" not in schedules or any(refused_with_search(self.given)):
+            return ()
+        return (1, 2) if "zbv" in schedules else (1,)
+
 
 def kept(names: Iterable[str]) -> frozenset[Aspect]:
     """Return the aspects of these names. Raises FitError for a name that is none."""
@@ -120,7 +125,7 @@ def source_of_line(
     if line is None:
         raise FitError("no script: give the line that starts the run, such as -- torchrun ... pretrain_gpt.py <flags>")
     if line.of_deepspeed:
-        raise FitError(f"{line.script}: its flags are DeepSpeed's, which do not say what the model is: `evenpipe plan`")
+        raise FitError(f"{line.script}: is DeepSpeed's: `evenpipe fit ds_config.json` reads its configuration")
     given = Namespace(save=None, load=None)
     for number, word in enumerate(line.flags):
         name, sign, value = word.removeprefix("--").partition("=")

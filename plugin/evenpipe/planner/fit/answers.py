@@ -36,7 +36,8 @@ class Asked:
 
     flags: how many flags of the run's command line another run changes. modules: what selective recomputation may carry
     out again. schedules: EvenPipe's that go together with the run, ``bpipe`` whether BPipe does. offloaded: modules
-    whose inputs may wait on the host. step: is called with what is looked for.
+    whose inputs may wait on the host. searches: the model chunks a stage with which an order may be searched. step: is
+    called with what is looked for.
     """
 
     weighing: Weighing
@@ -48,6 +49,7 @@ class Asked:
     schedules: tuple[str, ...]
     bpipe: bool
     offloaded: tuple[OffloadModule, ...] = ()
+    searches: tuple[int, ...] = ()
     step: Callable[[str], None] = lambda _: None
 
     def few(self, found: Iterable[Planned]) -> Planned | None:
@@ -110,6 +112,8 @@ def answers(asked: Asked) -> Answers:
         asked.step("EvenPipe's schedules")
         seeds = [one.run for one in _some(stock, sized)]
         evenpipe = asked.few(_some(_fastest(asked, asked.schedules, asked.keep, seeds), sized))
+        asked.step("an order of its own")
+        evenpipe = _worth(evenpipe, _searched(asked, _some(evenpipe, stock))) or evenpipe
     best = asked.fastest(_some(stock, evenpipe))
     narrower = None
     if best is None or not asked.keep >= NARROWER:
@@ -175,6 +179,20 @@ def _fastest(
     known = [one for one in (*seeds, *changes) if own or not by_evenpipe(one) or "schedule" in keep]
     each = [_descended(asked, asked.fastest(weighing.near_fastest(runs)), keep) for runs in (found, known)]
     return _pruned(asked, asked.fastest(_some(*each)), True)
+
+
+def _searched(asked: Asked, found: Iterable[Planned]) -> Planned | None:
+    """Return the fastest run by an order that is searched: with the sizes of these, and less recomputation."""
+    tried: dict[Run, None] = {}
+    for one in found:
+        if one.run.stages > 1 and one.run.chunks in asked.searches:
+            base = replace(one.run, schedule="searched", bpipe=False, group_size=1, blocking=())
+            if one.bubble > EQUAL - 1:
+                tried[base] = None
+            if one.run.recompute != "none" and "recompute" not in asked.keep:
+                plain = Run.recomputed_modules
+                tried[replace(base, recompute="none", recomputed_modules=plain, recomputed_layers=None)] = None
+    return asked.fastest(_some(*map(asked.weighing.fitting, tried)))
 
 
 def _descended(asked: Asked, best: Planned | None, keep: frozenset[Aspect]) -> Planned | None:
