@@ -13,7 +13,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import groupby
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from evenpipe.megatron.schedule import PipelineSchedule
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.even_times import even_times
 
 WORLD = 4
 PLAIN = ("megatron", "1f1b")
@@ -146,6 +147,7 @@ CASES = {
     ),
     "swaps of lengths of their own": Case(calls=RAGGED, config=VARIABLE, engines=("megatron", "swap 0.5 bpipe")),
     "interleaved, swaps": Case(PP4_V2, engines=("megatron", "measured", "swap 0.8")),
+    "memory for a searched order": Case(calls=(Call(), Call(), Call(), Call()), engines=("megatron", "searched")),
     "lists of one": Case(
         calls=(Call(model_as_list=True, iterator_as_list=True), Call(model_as_list=True), Call(iterator_as_list=True))
     ),
@@ -311,6 +313,12 @@ def schedule_of(engine: str) -> PipelineSchedule:
 
         tuning = Tuning(limit_bytes=1 << 30, static_bytes=int, interval=1, sizes=lambda loaded, size: [size])
         return AdaptiveSchedule(tuning)
+    if engine == "searched":
+        from evenpipe.megatron.adaptive.schedule import Tuning
+        from evenpipe.megatron.searched import SearchedSchedule
+        from evenpipe.schedule.search.search import Effort
+
+        return SearchedSchedule(Tuning(1 << 30, int), effort=Effort(0.1))
     if engine in SPLIT:
         return PipelineSchedule(engine)
     if engine.startswith("swap"):
@@ -359,7 +367,8 @@ def carry_out_all(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
             for engine in case.engines:
                 if engine != "megatron":
                     current.schedule = schedule_of(engine)
-                    found[name][engine] = carry_out(case, current.schedule)
+                    with even_times() if engine == "searched" else nullcontext():
+                        found[name][engine] = carry_out(case, current.schedule)
             dist.barrier()
     return found
 

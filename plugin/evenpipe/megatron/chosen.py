@@ -10,7 +10,6 @@ from evenpipe.megatron.adaptive.schedule import Tuning
 from evenpipe.megatron.recomputing import obstacle
 from evenpipe.megatron.searched import SearchedSchedule
 from evenpipe.megatron.stage import Batch
-from evenpipe.megatron.unsupported import refused_settings
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import AUTO
 from evenpipe.schedule.search.search import Effort
@@ -34,16 +33,10 @@ class ChosenSchedule(SearchedSchedule):
     def _loop(self, watch: PartWatch, tuning: Tuning, effort: Effort) -> ChoiceLoop:
         return ChoiceLoop(watch, tuning.log, effort)
 
-    def _joins_partners(self, batch: Batch) -> bool:
-        if len(batch.model) > 1 or self._sizes_differ(batch.config):
-            return False
-        return next(refused_settings(batch.config, bpipe=True), None) is None
-
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
         config = batch.config
         recomputes = config.recompute_granularity == "full" or obstacle(config, batch.model) is None
         self.loop.allow(
-            self._joins_partners(batch),
             ", a smaller --micro-batch-size, more stages or more tensor parallelism"
             if recomputes
             else ", or --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",

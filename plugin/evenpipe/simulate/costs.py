@@ -81,16 +81,16 @@ class Costs:
         """
         placed: list[list[tuple[float, float, float]]] = [[] for _ in range(schedule.stages)]
         parts = costs.recomputing(schedule.recomputed).parts
-        saved_bytes = [0] * schedule.stages
+        moving_bytes = [0] * schedule.stages
         for place, part in zip(costs.places(schedule.stages).order, parts, strict=True):
             placed[place.stage].append((part.forward_ms, part.input_gradient_ms, part.weight_gradient_ms))
-            saved_bytes[place.stage] = max(saved_bytes[place.stage], part.saved_bytes)
+            moving_bytes[place.stage] = max(moving_bytes[place.stage], part.moving_bytes)
         of_stages = [tuple(map(sum, zip(*parts, strict=True))) for parts in placed]
         link, transfers = Wire(transmit_ms=costs.message_ms), dict[Link, Wire]()
         if costs.peer_bytes_per_ms is not None:
             for evictor in range(schedule.stages // 2):
                 acceptor = partner(evictor, schedule.stages)
-                transfer = Wire(transmit_ms=saved_bytes[evictor] / costs.peer_bytes_per_ms)
+                transfer = Wire(transmit_ms=moving_bytes[evictor] / costs.peer_bytes_per_ms)
                 transfers |= {Link("evict", evictor, acceptor): transfer, Link("load", acceptor, evictor): transfer}
         return cls(
             tuple(forward for forward, _, _ in of_stages),

@@ -43,7 +43,8 @@ class Part(BaseModel):
     gradient does. Less than 0 where the input gradient leaves more than was saved, as where layers are recomputed.
     A whole backward takes both times, and frees all at its end. ``recomputed_bytes``: what of them a forward leaves
     whose part is computed again, as :meth:`recomputed` says; None where that cannot be. ``recompute_ms``: the time that
-    this takes; a forward's, if None.
+    this takes; a forward's, if None. ``staying_bytes``: what of saved_bytes cannot leave the stage, as tensors that
+    something else holds too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,6 +56,7 @@ class Part(BaseModel):
     freed_by_input_gradient_bytes: _Change = 0
     recomputed_bytes: _Bytes | None = None
     recompute_ms: _Ms | None = None
+    staying_bytes: _Bytes = 0
 
     @model_validator(mode="after")
     def _frees_what_it_saved(self) -> Part:
@@ -65,6 +67,8 @@ class Part(BaseModel):
             )
         if self.recomputed_bytes is not None and self.recomputed_bytes > self.saved_bytes:
             raise ValueError(f"recomputed_bytes={self.recomputed_bytes}: more than saved_bytes={self.saved_bytes}")
+        if self.staying_bytes > self.saved_bytes:
+            raise ValueError(f"staying_bytes={self.staying_bytes}: more than saved_bytes={self.saved_bytes}")
         return self
 
     def recomputed(self) -> Part:
@@ -78,7 +82,13 @@ class Part(BaseModel):
             weight_gradient_ms=self.weight_gradient_ms,
             saved_bytes=self.recomputed_bytes,
             freed_by_input_gradient_bytes=self.recomputed_bytes - most_bytes,
+            staying_bytes=min(self.staying_bytes, self.recomputed_bytes),
         )
+
+    @property
+    def moving_bytes(self) -> int:
+        """What of it an eviction moves."""
+        return self.saved_bytes - self.staying_bytes
 
     @property
     def grown_bytes(self) -> int:
@@ -92,7 +102,7 @@ class Part(BaseModel):
             INPUT_GRADIENT: -self.freed_by_input_gradient_bytes,
             WEIGHT_GRADIENT: self.freed_by_input_gradient_bytes - self.saved_bytes,
             BACKWARD: -self.saved_bytes,
-            LOAD: self.saved_bytes,
+            LOAD: self.moving_bytes,
         }.get(action.kind, 0)
 
 
@@ -183,7 +193,7 @@ def held_bytes(schedule: Schedule, costs: RunCosts) -> list[list[int]]:
         held = accumulate(part.change(action) for part, action in each)
         at_turn = (part.saved_bytes + part.grown_bytes if action.kind == BACKWARD else 0 for part, action in each)
         gone = schedule.residencies[stage].gone.tolist()
-        left = [0, *accumulate(part.saved_bytes for part, action in each if action.kind == EVICT)]
+        left = [0, *accumulate(part.moving_bytes for part, action in each if action.kind == EVICT)]
         left += left[-1:] * (gone[-1] - len(left) + 1 if gone else 0)  # an acceptor's guests leave its pool as it is
         pool = _pool_bytes(schedule, stage, parts)
         rows.append([pool + now + more - left[went] for now, more, went in zip(held, at_turn, gone, strict=True)])
@@ -196,7 +206,7 @@ def _pool_bytes(schedule: Schedule, stage: int, parts: Sequence[Part]) -> int:
     gone = schedule.residencies[stage].gone.tolist()
     guests = max((came - went for came, went in zip(accepted, gone, strict=True)), default=0)
     evictor = partner(stage, schedule.stages)
-    sizes = (parts[schedule.places.position(evictor, chunk)].saved_bytes for chunk in range(schedule.chunks))
+    sizes = (parts[schedule.places.position(evictor, chunk)].moving_bytes for chunk in range(schedule.chunks))
     return max(0, guests) * max(sizes)
 
 

@@ -44,6 +44,7 @@ def sharing(problem: Problem) -> list[Problem]:
 def _shared(problem: Problem) -> Iterator[Problem]:
     stages = problem.places.stages
     saved = [max(1, *row) for row in problem.saved_bytes.tolist()]
+    moved = [max(1, *row) for row in problem.moving_bytes.tolist()]
     before = [list(problem.cap)]
     for share in _SHARES:
         caps = list(problem.cap)
@@ -51,10 +52,10 @@ def _shared(problem: Problem) -> Iterator[Problem]:
             acceptor = partner(evictor, stages)
             units = max(1, math.ceil(share * (evictor + 1)))
             own = int(problem.least_bytes[acceptor]) + (units - 1) * saved[acceptor]
-            guests = int(caps[acceptor] - own) // saved[evictor]
+            guests = int(caps[acceptor] - own) // moved[evictor]
             if guests > 1 and problem.least_bytes[evictor] == saved[evictor]:
-                caps[acceptor] -= guests * saved[evictor]
-                caps[evictor] += (guests - 1) * saved[evictor]
+                caps[acceptor] -= guests * moved[evictor]
+                caps[evictor] += (guests - 1) * moved[evictor]
         if caps not in before:
             before.append(caps)
             yield replace(problem, cap=caps)
@@ -72,11 +73,13 @@ def with_evictions(schedule: Schedule, problem: Problem, queues: Queues = "many"
     if problem.fits(order):
         return schedule
     own_bytes = problem.peak_bytes(order)
+    saved_bytes, moving_bytes = problem.saved_bytes.tolist(), problem.moving_bytes.tolist()
     bounds = [own_peak(table.kind[table.of(stage)]) for stage in range(stages)]
     for evictor in range(stages // 2):
         if own_bytes[evictor] > problem.cap[evictor]:
-            acceptor, saved = partner(evictor, stages), max(1, *problem.saved_bytes[evictor].tolist())
-            grown = int(problem.least_bytes[evictor]) - saved
-            bounds[evictor] = max(1, int(problem.cap[evictor] - grown) // saved)
-            bounds[acceptor] += int(problem.cap[acceptor] - own_bytes[acceptor]) // saved
+            acceptor, [saved], [moved] = partner(evictor, stages), *(of[evictor] for of in (saved_bytes, moving_bytes))
+            # Of all that it holds, here or there, some stays; one unit has its gradients' bytes too.
+            kept = int(problem.least_bytes[evictor]) - saved + bounds[evictor] * (saved - moved)
+            bounds[evictor] = max(1, int(problem.cap[evictor] - kept) // max(1, moved))
+            bounds[acceptor] += int(problem.cap[acceptor] - own_bytes[acceptor]) // max(1, moved)
     return balance(schedule, bounds, queues)

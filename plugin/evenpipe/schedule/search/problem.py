@@ -132,6 +132,12 @@ class Problem:
         return saved
 
     @property
+    def moving_bytes(self) -> Numbers:
+        """Per stage, what of that may leave it."""
+        moving: Numbers = np.array([one.moving_bytes for one in self._placed])[self.graph.parts]
+        return moving
+
+    @property
     def least_bytes(self) -> Numbers:
         """Per stage, the most that it holds of one micro-batch alone: no order needs less."""
         before = self.saved_bytes.cumsum(axis=1)  # a part's input gradient comes when later parts hold nothing any more
