@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from evenpipe.megatron.schedule import PipelineSchedule
+    from evenpipe.schedule import Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.even_times import even_times
@@ -111,6 +112,7 @@ GATHERED = {**SHARDED, "overlap_grad_reduce": True, "bucket_size": 500}
 REDUCED = {"overlap_grad_reduce": True, "bucket_size": 500}
 FUSED = {"gradient_accumulation_fusion": True}
 MEASURED = ("megatron", "measured")
+TABLE = "searched table that swaps"
 SWAPPED = ("measured", "swap 0.5", "swap 0.8", "swap 0.8 bpipe", "swap 0.8 zb-h1")
 BALANCED = ("megatron", "bpipe")
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
@@ -140,6 +142,7 @@ SEVERAL = (Call(micro_batches=4), Call(), EVALUATION, Call(micro_batches=4))
 CASES = {
     "bare modules": Case(ddp=None, engines=(*ENGINES, HALVES)),
     "swaps": Case(engines=("megatron", *SWAPPED)),
+    "swaps by a table": Case(calls=(Call(), Call()), engines=("megatron", TABLE)),
     "swaps of experts": Case(
         config={**EXPERTS, "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
         precision="bf16",
@@ -319,6 +322,11 @@ def schedule_of(engine: str) -> PipelineSchedule:
         from evenpipe.schedule.search.search import Effort
 
         return SearchedSchedule(Tuning(1 << 30, int), effort=Effort(0.1))
+    if engine == TABLE:
+        from evenpipe.schedule import Spec, needs_of
+
+        table = searched_table()
+        return PipelineSchedule(Spec.of(table, needs_of(table)), measure=True, swap=1.0)
     if engine in SPLIT:
         return PipelineSchedule(engine)
     if engine.startswith("swap"):
@@ -328,6 +336,18 @@ def schedule_of(engine: str) -> PipelineSchedule:
     if engine == "3F3B":
         return PipelineSchedule("kfkb", group_size=3)
     return PipelineSchedule(bpipe=engine == "bpipe", measure=engine == "measured")
+
+
+def searched_table() -> Schedule:
+    """An order for four even stages that hold three micro-batches each, and swap others in a forward."""
+    from evenpipe.schedule.search.costs import Part, RunCosts
+    from evenpipe.schedule.search.search import Effort
+    from evenpipe.simulate.searched import searched
+
+    part = Part(forward_ms=2, input_gradient_ms=2, weight_gradient_ms=2, saved_bytes=100)
+    costs = RunCosts(format="evenpipe.costs/1", placement="straight", parts=[part] * WORLD, host_bytes_per_ms=50)
+    capped = costs.model_copy(update={"memory_bytes": [300] * WORLD})
+    return searched(capped, WORLD, Call().micro_batches, Effort(0.1, 2)).program.schedule
 
 
 @contextmanager

@@ -130,7 +130,7 @@ class PipelineSchedule:
         self.programs = Programs(choose(schedule) if isinstance(schedule, str) else schedule, bpipe, swaps=swaps)
         self.bpipe = bpipe
         self.swap = swap
-        check_offers(self.programs.spec, self.offers, "megatron-core")
+        check_offers(self.programs.spec, self.offers, "megatron-core", swap)
         self.group_size = group_size
         self.measure = measure
         self.executor: Executor | None = None

@@ -89,10 +89,13 @@ def with_swaps(schedule: Schedule, swaps: Swaps) -> Schedule:
     swapped behind on its own host, and has it back when it is loaded: no tensor moves twice.
 
     :data:`GAINING`: units of any part that have time to leave, to be away and to come back, each beside compute of
-    another unit. They come back beside a backward too, if the stage then has room (:func:`most_whole`).
+    another unit. They come back beside a backward too, if the stage then has room (:func:`most_whole`). A schedule that
+    swaps is returned as it is.
 
     Raises :class:`ScheduleError` for a position that the model does not have.
     """
+    if isinstance(swaps, str) and SWAP_OUT in schedule.table.letters:
+        return schedule
     if isinstance(swaps, str):
         return replace(schedule, actions=tuple(map(_swapping_what_gains, schedule.actions)))
     parts = schedule.places.order

@@ -56,7 +56,7 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
     if (line := contradiction_in(config, FLAGS, rows)) is not None:
         raise ArgumentError(line)
     try:
-        check_offers(config.spec, ENGINES["evenpipe"].offers | {"times"}, ENGINES["evenpipe"].called)
+        check_offers(config.spec, ENGINES["evenpipe"].offers | {"times"}, ENGINES["evenpipe"].called, config.swap)
         if config.spec.table is not None:
             _fit_table(config.spec, args)
     except ScheduleError as error:

@@ -16,10 +16,13 @@ from evenpipe.schedule.actions import (
     FORWARD,
     INPUT_GRADIENT,
     LOAD,
+    SWAP_IN,
+    SWAP_OUT,
     WEIGHT_GRADIENT,
     Action,
     ScheduleError,
 )
+from evenpipe.schedule.passes import awaited_swaps
 from evenpipe.schedule.schedule import Fault, Schedule, marked
 from evenpipe.schedule.topology import Places, loop, partner, vee
 from evenpipe.wording.validation import first_message
@@ -29,6 +32,7 @@ __all__ = ["FORMAT", "Part", "Placement", "RunCosts", "check_caps", "held_bytes"
 FORMAT: Final = "evenpipe.costs/1"
 Placement = Literal["straight", "loop", "vee"]
 _Ms = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Speed = Annotated[float, Field(ge=1e-6, allow_inf_nan=False)]
 #: Of a model on a stage of any size; sums of floats are exact so far.
 _Bytes = Annotated[int, Field(ge=0, le=2**50)]
 _Change = Annotated[int, Field(ge=-(2**50), le=2**50)]
@@ -103,6 +107,7 @@ class Part(BaseModel):
             WEIGHT_GRADIENT: self.freed_by_input_gradient_bytes - self.saved_bytes,
             BACKWARD: -self.saved_bytes,
             LOAD: self.moving_bytes,
+            SWAP_IN: self.moving_bytes,
         }.get(action.kind, 0)
 
 
@@ -111,6 +116,7 @@ class RunCosts(BaseModel):
 
     ``message_ms``: from one stage to another. ``memory_bytes``: a cap for each stage on what parts have saved.
     ``peer_bytes_per_ms``: how fast a stage evicts to its partner, the other way too at once; None where none does.
+    ``host_bytes_per_ms``: the same of swaps to the stage's own host.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -120,7 +126,8 @@ class RunCosts(BaseModel):
     parts: Annotated[list[Part], Field(min_length=1)]
     message_ms: _Ms = 0.0
     memory_bytes: list[_Bytes] | None = None
-    peer_bytes_per_ms: Annotated[float, Field(ge=1e-6, allow_inf_nan=False)] | None = None
+    peer_bytes_per_ms: _Speed | None = None
+    host_bytes_per_ms: _Speed | None = None
 
     @model_validator(mode="after")
     def _takes_time(self) -> RunCosts:
@@ -183,11 +190,11 @@ def _sum(numbers: Iterable[Any]) -> Any:
 def held_bytes(schedule: Schedule, costs: RunCosts) -> list[list[int]]:
     """Return, per stage, the bytes that it holds after each action, or at a whole backward's turn, if that is more.
 
-    The schedule swaps nothing. What is evicted counts until it has to have left. Acceptors keep memory for all that is
-    accepted at once, from the start to the end.
+    What is evicted, or swapped out, counts until it has to have left. Acceptors keep memory for all that is accepted at
+    once, from the start to the end.
     """
     places, parts = schedule.places, costs.recomputing(schedule.recomputed).parts
-    rows = []
+    rows, swaps = [], SWAP_OUT in schedule.table.letters
     for stage, row in enumerate(schedule.actions):
         each = [(parts[places.position(stage, action.chunk)], action) for action in row]
         held = accumulate(part.change(action) for part, action in each)
@@ -195,8 +202,10 @@ def held_bytes(schedule: Schedule, costs: RunCosts) -> list[list[int]]:
         gone = schedule.residencies[stage].gone.tolist()
         left = [0, *accumulate(part.moving_bytes for part, action in each if action.kind == EVICT)]
         left += left[-1:] * (gone[-1] - len(left) + 1 if gone else 0)  # an acceptor's guests leave its pool as it is
-        pool = _pool_bytes(schedule, stage, parts)
-        rows.append([pool + now + more - left[went] for now, more, went in zip(held, at_turn, gone, strict=True)])
+        pool, awaited = _pool_bytes(schedule, stage, parts), awaited_swaps(row) if swaps else {}
+        swapped = accumulate(sum(each[out][0].moving_bytes for out in awaited.get(at, ())) for at in range(len(row)))
+        columns = zip(held, at_turn, gone, swapped, strict=True)
+        rows.append([pool + now + more - left[went] - out for now, more, went, out in columns])
     return rows
 
 
