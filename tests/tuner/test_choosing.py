@@ -123,7 +123,8 @@ def test_batches_that_are_looked_at_hold_one_micro_batch_at_a_time(chunks):
 
 def test_a_choice_is_kept_when_a_run_goes_on():
     loop, size = ChoiceLoop(PartWatch()), Size(4, 8)
-    loop.evicts, loop.costs = True, costs(320, peer=1e4)
+    loop.join(True)
+    loop.costs = costs(320, peer=1e4)
     schedule, said = loop._find(loop.costs, size, "many")
     assert said.startswith("8 micro-batches: ")
     loop._found[8] = schedule
@@ -138,11 +139,12 @@ def test_a_choice_is_kept_when_a_run_goes_on():
 def test_a_choice_that_evicts_is_made_anew_where_a_run_that_goes_on_cannot(evicts, alone):
     size = Size(4, 8)
     loop = ChoiceLoop(PartWatch(), effort=QUICK)
-    loop.evicts, loop.costs, loop._limit_bytes = True, costs(320, peer=1e4), 320
+    loop.join(True)
+    loop.costs, loop._limit_bytes = costs(320, peer=1e4), 320
     chosen = next(one for one in options(loop.costs, size) if one.name == "1f1b with BPipe")
     loop._found[8] = chosen.program.schedule
     other = ChoiceLoop(PartWatch(), effort=QUICK)
-    other.evicts = evicts
+    other.join(evicts)
     other.load_state_dict(loop.state_dict())
     other.prepare(None, size, "many")
     assert any(other.program(size, "many").schedule.evictions) == evicts

@@ -45,7 +45,7 @@ class SearchedEngine(MeasuringEngine):
 
     def _prepare(self) -> Any:
         self.loop = self._loop()
-        self.loop.evicts = self._joins_partners()
+        self.loop.join(self._joins_partners())
         return super()._prepare()
 
     def _loop(self) -> SearchLoop:

@@ -98,7 +98,7 @@ class SearchedSchedule(PipelineSchedule):
         return Room(self.tuning.limit_bytes, static_bytes)
 
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
-        self.loop.evicts = self._joins_partners(batch)
+        self.loop.join(self._joins_partners(batch))
         executor = super()._executor(pipeline, batch)
         executor.measure = self.measure or self.loop.weighs
         return executor

@@ -69,8 +69,7 @@ class SearchLoop:
     times that the order allows for, another one is searched. So is one for batches of another number of micro-batches.
 
     For each batch, a framework calls `begin` and `prepare`, trains by `program`, and calls `end`. `watch` observes its
-    executor. `log` is given a line for each decision. `evicts`, set before the first batch, says that partners are
-    joined: then orders may evict to them, and how fast that is is measured too.
+    executor. `log` is given a line for each decision.
     """
 
     #: Whether a decision is only as good as the times that it was made for.
@@ -84,7 +83,7 @@ class SearchLoop:
         effort: Effort = USUAL,
     ) -> None:
         self.costs: RunCosts | None = None
-        self.evicts = False
+        self._evicts = False
         self._remedy = ""
         self._watch = watch
         self._pace = Pace(interval)
@@ -106,6 +105,10 @@ class SearchLoop:
         """Return whether the executor is to measure what the next batch saves."""
         return self._look == "weigh"
 
+    def join(self, evicts: bool) -> None:
+        """Before a batch: partners are joined, so orders may evict to them, and how fast that is is measured too."""
+        self._evicts = evicts
+
     def begin(self, iteration: int, size: Size) -> None:
         """Before anything of a batch of this size: see whether it is looked at."""
         if self.costs is not None and len(self.costs.parts) != size.stages * size.chunks:
@@ -120,7 +123,7 @@ class SearchLoop:
 
         Raises ScheduleError, on all ranks, where the memory holds none.
         """
-        if not self.evicts and self.costs is not None and self.costs.peer_bytes_per_ms is not None:
+        if not self._evicts and self.costs is not None and self.costs.peer_bytes_per_ms is not None:
             # They are of a run that could, and saved them.
             self.costs = self.costs.model_copy(update={"peer_bytes_per_ms": None})
             self._found = {count: found for count, found in self._found.items() if not any(found.evictions)}
@@ -252,7 +255,7 @@ class SearchLoop:
 
     def _peer_bytes_per_ms(self, executor: Executor) -> float | None:
         """Return how fast the slowest pair sends to each other; None where none may."""
-        if not self.evicts:
+        if not self._evicts:
             return None
         gbps = sending_gbps(executor.connections, executor.stage_index, executor.device)
         [byte_ms] = highest_of_all([0.0 if gbps is None else 1e-6 / gbps], executor.device)
