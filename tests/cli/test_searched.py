@@ -100,6 +100,19 @@ def test_a_searched_schedule_that_evicts_says_how_it_is_run(tmp_path: Path, caps
     assert "evicts to partner stages, and is run as it is: add" in refusal(capsys, *words)
 
 
+def test_a_searched_schedule_that_swaps_says_how_it_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs, table = tmp_path / "costs.json", tmp_path / "S.txt"
+    given = json.loads(Path(straight(costs)).read_text())
+    costs.write_text(json.dumps(given | {"peer_bytes_per_ms": None, "host_bytes_per_ms": 50}))
+    sizes = ("--stages", "4", "--micro-batches", "8")
+    assert main(["schedule", "--schedule", "searched", "--costs", str(costs), *sizes, *QUICK, "--out", str(table)]) == 0
+    assert "evenpipe: searched: stages swap to their hosts: a run by this table needs --evenpipe-swap 1" in (
+        capsys.readouterr().err
+    )
+    assert main(["simulate", "--schedule", f"file:{table}", "--costs", str(costs)]) == 0
+    assert "300 of 300" in capsys.readouterr().out
+
+
 def test_the_front_of_straight_stages_that_evict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs = straight(tmp_path / "costs.json")
     words = ["simulate", "--front", "--costs", costs, "--stages", "4", "--micro-batches", "8", *QUICK]
@@ -232,15 +245,15 @@ def test_the_costs_of_a_trace_are_those_of_its_run(
     words = ["simulate", "--schedule", schedule, "--costs", costs, *SIZES, "--trace", str(trace)]
     assert main(words) == 0
     given = ["--message-ms", "0.1", "--saved-bytes", "100", "--recomputed-bytes", "9", "--memory-bytes", "600"]
-    given += ["--peer-bytes-per-ms", "50"]
+    given += ["--peer-bytes-per-ms", "50", "--host-bytes-per-ms", "25"]
     assert main(["costs", str(trace), *given, "--out", str(out)]) == 0
     assert "weight gradient ms" in capsys.readouterr().out
     found, true = (json.loads(Path(path).read_text()) for path in (out, costs))
     for one, other in zip(found.pop("parts"), true.pop("parts"), strict=True):
-        assert one.pop("freed_by_input_gradient_bytes") == 0
+        assert one.pop("freed_by_input_gradient_bytes") == one.pop("staying_bytes") == 0
         assert (one.pop("recomputed_bytes"), one.pop("recompute_ms")) == (9, None)
         assert one == pytest.approx(other)
-    assert found == true | {"peer_bytes_per_ms": 50}
+    assert found == true | {"peer_bytes_per_ms": 50, "host_bytes_per_ms": 25}
 
 
 def test_the_costs_of_interleaved_stages_are_those_of_a_v(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

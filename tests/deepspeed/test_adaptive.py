@@ -43,6 +43,11 @@ _DIFFERENT = {
 _SEARCHED = {"evenpipe": {"schedule": "searched", "memory_gib": 0.01}}
 _SEARCHES: dict[str, Any] = {
     "searched": {"case": {"stages": 4, "config": _SEARCHED, "steps": 5}, "changes": 4},
+    "searched, short of memory": {
+        "case": {"stages": 4, "config": _SEARCHED, "steps": 5},
+        "even": True,
+        "changes": 4,
+    },
     "searched, resumed": {"case": {"stages": 2, "config": {**_ZERO, **_SEARCHED}, "steps": 3}},
 }
 _STOCK_GIB = 0.00084
@@ -195,6 +200,21 @@ def test_an_order_is_searched_and_trains_to_the_bits_of_the_stock_engine(results
         assert rank["peak_bytes"] <= state["costs"]["memory_bytes"][rank["stage"]]
     for part in state["costs"]["parts"]:
         assert 0 < part["freed_by_input_gradient_bytes"] < part["saved_bytes"]
+
+
+def test_an_order_that_a_run_searches_evicts_where_its_memory_is_short(results: dict[str, Any]) -> None:
+    """Two batches are looked at, three follow the order; the bytes that leave are those that were found to be free."""
+    found = results["searched, short of memory"]
+    part = found[0]["state"]["costs"]["parts"][0]
+    assert found[0]["state"]["costs"]["peer_bytes_per_ms"] > 0
+    assert 0 < part["staying_bytes"] < 0.1 * part["saved_bytes"]
+    [order] = map(Schedule.parse, found[0]["state"]["orders"])
+    assert found[0]["evicted"] == 3 * order.evictions[0] * (part["saved_bytes"] - part["staying_bytes"]) > 0
+    for rank, of_stock in zip(found, results["stock"], strict=True):
+        for ours, stock in ((rank, of_stock), (rank["changed"], of_stock["changed"])):
+            assert ours["losses"] == stock["losses"]
+            assert ours["weights"] == stock["weights"]
+        assert rank["left"] == 0
 
 
 def test_a_resumed_run_trains_by_the_order_that_was_saved(results: dict[str, Any]) -> None:

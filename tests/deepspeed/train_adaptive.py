@@ -2,31 +2,34 @@
 
 A case is {"case": {..}}, and as wanted "turns" ((k, b) to be decided for, one batch after the other), "loader" (the
 engine reads the data itself), "choices" (the schedules to be chosen, by their names), "changes" (the micro-batches of
-later batches), "said" (the job ends with a line) and "folder" (where a checkpoint goes; a second engine then goes on
-from it).
+later batches), "even" (a searched order is for even stages), "said" (the job ends with a line) and "folder" (where a
+checkpoint goes; a second engine then goes on from it).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from train_tiny import MICRO_BATCH, Case, digest, engine_of, run
 
 from evenpipe.planner.grouped import Candidate
 from evenpipe.tuner import choosing
 from evenpipe.tuner.searching import SearchLoop
 from evenpipe.tuner.tuner import Tuner
+from tests.even_times import even_times
 
 
 def train(given: dict[str, Any]) -> dict[str, Any]:
     case = Case(**given["case"])
     turns = [tuple(turn) for turn in given.get("turns", ())]
-    with _deciding_for(turns), _choosing(given.get("choices", ())):
+    even = even_times() if "even" in given else nullcontext()
+    with _deciding_for(turns), _choosing(given.get("choices", ())), even:
         engine, data = engine_of(case)
         if given.get("loader"):
             engine.data_iterator, data = data, None
@@ -102,6 +105,7 @@ def _train(engine: Any, data: Any, case: Case) -> dict[str, Any]:
         found["retunes"] = [[retune.iteration, retune.k, retune.b] for retune in engine.loop.tuner.retunes]
         found["predicted"] = engine.loop.predicted_saved_bytes[engine.stage_id]
     if auto:
+        found["evicted"] = engine.executor.counter.evicted_bytes
         found["peak_bytes"] = engine.executor.counter.peak_bytes
         found["left"] = engine.executor.counter.own_units
     return found

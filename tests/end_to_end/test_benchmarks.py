@@ -161,6 +161,7 @@ def test_evictions():
     for entry in shown["results"]:
         speeds = [entry["vee_speed"], entry["known_speed"] or 0]
         assert entry["evicting_wins"] == (entry["evicting_speed"] > max(speeds) * 1.0005)
+        assert entry["swapping_speed"] >= entry["vee_speed"] - 1e-9
         assert 0 < entry["evicting_speed"] <= 1.2  # of a V's limit, which differs where parts are uneven
 
 

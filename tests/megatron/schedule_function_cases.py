@@ -13,7 +13,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import groupby
@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from evenpipe.megatron.schedule import PipelineSchedule
+    from evenpipe.schedule import Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.even_times import even_times
 
 WORLD = 4
 PLAIN = ("megatron", "1f1b")
@@ -110,6 +112,7 @@ GATHERED = {**SHARDED, "overlap_grad_reduce": True, "bucket_size": 500}
 REDUCED = {"overlap_grad_reduce": True, "bucket_size": 500}
 FUSED = {"gradient_accumulation_fusion": True}
 MEASURED = ("megatron", "measured")
+TABLE = "searched table that swaps"
 SWAPPED = ("measured", "swap 0.5", "swap 0.8", "swap 0.8 bpipe", "swap 0.8 zb-h1")
 #: Of the peak of the worst stage.
 CAPS = ("cap 0.9", "cap 0.75", "cap 0.6", "cap 0.45")
@@ -141,6 +144,7 @@ SEVERAL = (Call(micro_batches=4), Call(), EVALUATION, Call(micro_batches=4))
 CASES = {
     "bare modules": Case(ddp=None, engines=(*ENGINES, HALVES)),
     "swaps": Case(engines=("megatron", *SWAPPED, *CAPS)),
+    "swaps by a table": Case(calls=(Call(), Call()), engines=("megatron", TABLE)),
     "caps, uneven layout": Case(
         config={"num_layers": 8, "pipeline_model_parallel_layout": "Et|ttttt|tt|L"},
         engines=("megatron", "measured", *CAPS),
@@ -152,6 +156,7 @@ CASES = {
     ),
     "swaps of lengths of their own": Case(calls=RAGGED, config=VARIABLE, engines=("megatron", "swap 0.5 bpipe")),
     "interleaved, swaps": Case(PP4_V2, engines=("megatron", "measured", "swap 0.8", "cap 0.6")),
+    "memory for a searched order": Case(calls=(Call(), Call(), Call(), Call()), engines=("megatron", "searched")),
     "lists of one": Case(
         calls=(Call(model_as_list=True, iterator_as_list=True), Call(model_as_list=True), Call(iterator_as_list=True))
     ),
@@ -324,6 +329,17 @@ def schedule_of(engine: str, peak: int = 0, room: int = 0) -> PipelineSchedule:
 
         tuning = Tuning(limit_bytes=1 << 30, static_bytes=int, interval=1, sizes=lambda loaded, size: [size])
         return AdaptiveSchedule(tuning)
+    if engine == "searched":
+        from evenpipe.megatron.adaptive.schedule import Tuning
+        from evenpipe.megatron.searched import SearchedSchedule
+        from evenpipe.schedule.search.search import Effort
+
+        return SearchedSchedule(Tuning(1 << 30, int), effort=Effort(0.1))
+    if engine == TABLE:
+        from evenpipe.schedule import Spec, needs_of
+
+        table = searched_table()
+        return PipelineSchedule(Spec.of(table, needs_of(table)), measure=True, swap=1.0)
     if engine in SPLIT:
         return PipelineSchedule(engine)
     if engine.startswith("swap"):
@@ -333,6 +349,18 @@ def schedule_of(engine: str, peak: int = 0, room: int = 0) -> PipelineSchedule:
     if engine == "3F3B":
         return PipelineSchedule("kfkb", group_size=3)
     return PipelineSchedule(bpipe=engine == "bpipe", measure=engine == "measured")
+
+
+def searched_table() -> Schedule:
+    """An order for four even stages that hold three micro-batches each, and swap others in a forward."""
+    from evenpipe.schedule.search.costs import Part, RunCosts
+    from evenpipe.schedule.search.search import Effort
+    from evenpipe.simulate.searched import searched
+
+    part = Part(forward_ms=2, input_gradient_ms=2, weight_gradient_ms=2, saved_bytes=100)
+    costs = RunCosts(format="evenpipe.costs/1", placement="straight", parts=[part] * WORLD, host_bytes_per_ms=50)
+    capped = costs.model_copy(update={"memory_bytes": [300] * WORLD})
+    return searched(capped, WORLD, Call().micro_batches, Effort(0.1, 2)).program.schedule
 
 
 @contextmanager
@@ -376,7 +404,8 @@ def carry_out_all(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
             for engine in case.engines:
                 if engine != "megatron":
                     current.schedule = schedule_of(engine, *whole)
-                    found[name][engine] = carry_out(case, current.schedule)
+                    with even_times() if engine == "searched" else nullcontext():
+                        found[name][engine] = carry_out(case, current.schedule)
                 if engine == "measured":
                     counted = found[name][engine]["counted"]
                     held = torch.tensor([counted["peak_bytes"], UNDER_WAY * counted["largest_sent"]])

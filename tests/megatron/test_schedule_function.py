@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from schedule_function_cases import BOUND, CAPS, CASES, LONG, SPLIT, WORLD
+from schedule_function_cases import BOUND, CAPS, CASES, LONG, SPLIT, TABLE, WORLD
 from tiny_pipeline import TIMED, WAITS
 
 from evenpipe.megatron.supported import installed_release
@@ -24,7 +24,11 @@ from tests.selected import marked, selected
 RELEASE = installed_release()
 SCRIPT = Path(__file__).with_name("schedule_function_cases.py")
 COMPARED = [(name, engine) for name, case in CASES.items() for engine in case.engines[1:] if "given only" not in name]
-ORDERED = [(name, engine) for name, engine in COMPARED if engine not in ("3F3B", "auto", "swap 0.8 zb-h1", *SPLIT)]
+ORDERED = [
+    (name, engine)
+    for name, engine in COMPARED
+    if engine not in ("3F3B", "auto", "searched", "swap 0.8 zb-h1", TABLE, *SPLIT)
+]
 GROUPED = [name for name, case in CASES.items() if "3F3B" in case.engines]
 PARTLY = ["partial recomputation with BPipe", "interleaved, partial recomputation"]
 STOCK = {
@@ -121,6 +125,22 @@ def test_bpipe_evicts_wherever_it_can(ranks: list[dict[str, Any]]) -> None:
     trained = [name for name in enough if not any(calls(ranks, name, "bpipe", "error")[0])]
     assert [name for name in trained if not ranks[0]["cases"][name]["bpipe"]["evicted"]] == []
     assert len(trained) > len(cases) // 2
+
+
+@pytest.mark.parametrize("name", ["memory for a searched order"])
+def test_an_order_that_a_run_searches_evicts_where_its_memory_is_short(ranks: list[dict[str, Any]], name: str) -> None:
+    found = [rank["cases"][name]["searched"] for rank in ranks]
+    assert found[0]["evicted"] > 0
+    assert [one["evicted"] for one in found[2:]] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["swaps by a table"])
+def test_a_searched_table_that_swaps_holds_so_many_micro_batches_as_it_was_searched_for(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    counted = [rank["cases"][name][TABLE]["counted"] for rank in ranks]
+    assert all(one["peak_bytes"] <= 3 * one["largest_saved"] for one in counted)
+    assert counted[0]["swapped_bytes"] >= 2 * counted[0]["largest_saved"]
 
 
 @pytest.mark.parametrize("name", ["swaps", "swaps of experts"])

@@ -15,6 +15,7 @@ from evenpipe.schedule import (
     Size,
     awaited_swaps,
     build,
+    check_offers,
     choose,
     find,
     most_whole,
@@ -115,8 +116,13 @@ def test_a_table_swaps_what_gains(tmp_path) -> None:
     path.write_text(str(plain))
     assert build(choose(f"file:{path}"), Size(4, 8), swaps=GAINING).schedule.actions == swapped.actions
     path.write_text(str(swapped))
+    spec = choose(f"file:{path}")
+    assert build(spec, Size(4, 8), swaps=GAINING).schedule.actions == swapped.actions
     with pytest.raises(ScheduleError, match="leave swaps out"):
-        build(choose(f"file:{path}"), Size(4, 8), swaps=GAINING)
+        build(spec, Size(4, 8), swaps=(0,))
+    with pytest.raises(ScheduleError, match="swaps to hosts what can leave: have the run swap, a share of 1"):
+        check_offers(spec, frozenset(), "a toy")
+    check_offers(spec, frozenset(), "a toy", swap=1.0)
 
 
 def test_a_part_that_the_model_does_not_have() -> None:

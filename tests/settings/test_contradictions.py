@@ -74,15 +74,10 @@ CASES = [
     ),
     (
         {"schedule": "auto", "bpipe": True},
-        "--bpipe: --evenpipe-schedule auto chooses it where it is faster than what else fits: leave --bpipe out",
-        'evenpipe.bpipe: true: "schedule": "auto" chooses it where it is faster than what else fits: leave bpipe out',
-    ),
-    (
-        {"schedule": "searched", "bpipe": True},
-        "--bpipe: orders that --evenpipe-schedule searched finds during a run evict nothing: search one with `evenpipe "
-        "schedule` for costs that have peer_bytes_per_ms, and run that table, or leave --bpipe out",
-        'evenpipe.bpipe: true: orders that "schedule": "searched" finds during a run evict nothing: search one with '
-        "`evenpipe schedule` for costs that have peer_bytes_per_ms, and run that table, or leave bpipe out",
+        "--bpipe: --evenpipe-schedule auto evicts to partners where it is faster than what else fits: leave --bpipe "
+        "out",
+        'evenpipe.bpipe: true: "schedule": "auto" evicts to partners where it is faster than what else fits: leave '
+        "bpipe out",
     ),
     (
         {"schedule": "gpipe", "bpipe": True},

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenpipe.schedule import Size, build, verify
+from evenpipe.schedule import Program, Size, build, verify
+from evenpipe.schedule.search.costs import Part, RunCosts
+from evenpipe.schedule.search.search import Effort
+from evenpipe.simulate.searched import searched
 from evenpipe.torch.pipeline import ModulePipeline
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -38,6 +41,7 @@ SCHEDULES = {
     "1f1b, swapped": (1, 1, False),
     "zb-h1, swapped": (1, 1, False),
     "v-half, swapped": (2, 1, False),
+    "searched, swapped": (2, 1, False),
 }
 
 
@@ -169,14 +173,25 @@ def drained() -> list[int]:
     return [ahead, left]
 
 
+def searched_program() -> Program:
+    """An order in a V for even stages that hold four of eight parts, and swap one in the time of its forward."""
+    parts = [Part(forward_ms=1, input_gradient_ms=1, weight_gradient_ms=1, saved_bytes=100)] * (2 * STAGES)
+    costs = RunCosts(
+        format="evenpipe.costs/1", placement="vee", parts=parts, memory_bytes=[400] * STAGES, host_bytes_per_ms=100
+    )
+    return searched(costs, STAGES, MICRO_BATCHES, Effort(0.1, 2)).program
+
+
 def run(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (chunks, group, bpipe) in SCHEDULES.items():
-        program = build(name.partition(",")[0], Size(STAGES, MICRO_BATCHES, chunks, group), bpipe)
+        known = name.partition(",")[0]
+        size = Size(STAGES, MICRO_BATCHES, chunks, group)
+        program = searched_program() if known == "searched" else build(known, size, bpipe)
         if name.endswith("recomputed"):
             program = verify(replace(program.schedule, recomputed=frozenset(range(1, STAGES * chunks, 2))))
         parts, places = STAGES * chunks, program.schedule.places
-        swap = 0.5 if name.endswith("swapped") else None
+        swap = (1.0 if known == "searched" else 0.5) if name.endswith("swapped") else None
         pipeline = ModulePipeline(
             lambda position, parts=parts: part_of(parts, position), program, loss, edge, swap=swap
         )

@@ -63,6 +63,9 @@ class Store:
     def nbytes(self, unit):
         return self.held[unit]
 
+    def movable_bytes(self, unit):
+        return self.held[unit] - 5 - unit.micro_batch
+
 
 def test_the_most_bytes_and_the_median_time_of_a_micro_batch_are_taken(monkeypatch):
     watch, clock, now = PartWatch(), HostClock(), [0.0]
@@ -83,7 +86,7 @@ def test_the_most_bytes_and_the_median_time_of_a_micro_batch_are_taken(monkeypat
         assert watch.store is None
         assert not watch.timed
     [figures] = watch.figures(1)
-    assert figures == pytest.approx(PartFigures(4.0, 2.5, 2.0, 100, 70, 100, 0.0))
+    assert figures == pytest.approx(PartFigures(4.0, 2.5, 2.0, 100, 70, 100, 0.0, 7))
 
 
 def test_more_may_wait_for_a_second_half_than_was_saved():

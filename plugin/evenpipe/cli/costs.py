@@ -57,6 +57,12 @@ def add_to(commands: Commands) -> None:
         metavar="N",
         help="how fast a stage evicts to its partner (without it, nothing is evicted)",
     )
+    parser.add_argument(
+        "--host-bytes-per-ms",
+        type=above_zero,
+        metavar="N",
+        help="how fast a stage copies to its host (without it, nothing is swapped)",
+    )
     parser.add_argument("--out", type=output_file, metavar="COSTS.json", help="write the document")
     parser.add_argument("--json", action="store_true", help="print it")
     parser.set_defaults(run=_run)
@@ -82,6 +88,7 @@ def _run(arguments: Namespace) -> None:
             arguments.recomputed_bytes,
             arguments.memory_bytes,
             arguments.peer_bytes_per_ms,
+            arguments.host_bytes_per_ms,
         )
     except ScheduleError as error:
         raise UsageError(in_flags(error).removeprefix("--trace ")) from error

@@ -13,7 +13,19 @@ from evenpipe.cli.parser import Parser, UsageError
 from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, seed, whole, write
 from evenpipe.report.files import write_atomically
 from evenpipe.report.timeline import StageMemory, Timeline, perfetto_trace
-from evenpipe.schedule import SEARCHED, Program, Programs, Queues, Schedule, ScheduleError, Size, Swaps, choose, names
+from evenpipe.schedule import (
+    SEARCHED,
+    SWAP_OUT,
+    Program,
+    Programs,
+    Queues,
+    Schedule,
+    ScheduleError,
+    Size,
+    Swaps,
+    choose,
+    names,
+)
 from evenpipe.schedule.search.costs import FORMAT, RunCosts
 from evenpipe.settings.spelling import command_flag, in_flags
 from evenpipe.simulate import Costs, Simulation
@@ -108,6 +120,8 @@ def _searched(arguments: Namespace, queues: Queues) -> Program:
     program = searched(costs, *sizes, effort_from(arguments), split=split, queues=queues, told=told).program
     if any(program.schedule.evictions):
         told("stages evict to their partners: a run by this table needs --bpipe")
+    if SWAP_OUT in program.schedule.table.letters:
+        told("stages swap to their hosts: a run by this table needs --evenpipe-swap 1")
     return program
 
 

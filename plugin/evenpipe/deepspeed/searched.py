@@ -45,6 +45,7 @@ class SearchedEngine(MeasuringEngine):
 
     def _prepare(self) -> Any:
         self.loop = self._loop()
+        self.loop.join(self._joins_partners())
         return super()._prepare()
 
     def _loop(self) -> SearchLoop:
@@ -52,6 +53,9 @@ class SearchedEngine(MeasuringEngine):
 
     def _say(self, line: str) -> None:
         print_once(f"{self.evenpipe.schedule}: {line}")
+
+    def _joins_partners(self) -> bool:
+        return not self.module.dynamic_shape and not any(moved_anyway(self))
 
     def _program(self, size: Size) -> Program:
         return self.loop.program(size, self._programs.queues)
@@ -83,11 +87,8 @@ class ChoosingEngine(SearchedEngine):
         recomputes = self.module.activation_checkpoint_interval
         more = "" if recomputes else "PipelineModule(activation_checkpoint_interval=1), "
         remedy = f", or use {more}a smaller train_micro_batch_size_per_gpu or more stages"
-        loop.allow(self._joins_partners(), remedy)
+        loop.allow(remedy)
         return loop
-
-    def _joins_partners(self) -> bool:
-        return not self.module.dynamic_shape and not any(moved_anyway(self))
 
     def _state(self) -> dict[str, Any] | None:
         state = super()._state()

@@ -136,8 +136,9 @@ def _under_its_plan(section: Section) -> Section:
 
 
 def _check_together(section: Section) -> None:
+    swap = None if section.swap == "auto" else section.swap
     try:
-        check_offers(section.spec, OFFERS | {"times"}, "DeepSpeed's engine")
+        check_offers(section.spec, OFFERS | {"times"}, "DeepSpeed's engine", swap)
     except ScheduleError as error:
         said = str(error).removeprefix(f"schedule={section.spec.name}")
         raise SectionError("schedule", json.dumps(section.schedule) + said) from None

@@ -56,7 +56,6 @@ class ChosenSchedule(SearchedSchedule):
         sooner = ", a smaller --micro-batch-size, more stages or more tensor parallelism"
         fully = ", or --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         self.loop.allow(
-            self._joins_partners(batch),
             sooner if recomputes or spec.fused else fully,
             halves="split" in spec.needs and bool(getattr(config, "delay_wgrad_compute", False)),
             spec=spec,

@@ -129,11 +129,12 @@ class PipelineSchedule:
         group_size: int = 1,
         swap: float | HostLimit | None = None,
     ) -> None:
-        swaps: Swaps = GAINING if isinstance(swap, (int, float)) else ()
+        share = swap if isinstance(swap, (int, float)) else None
+        swaps: Swaps = GAINING if share is not None else ()
         self.programs = Programs(choose(schedule) if isinstance(schedule, str) else schedule, bpipe, swaps=swaps)
         self.bpipe = bpipe
         self.swap = swap
-        check_offers(self.programs.spec, self.offers, "megatron-core")
+        check_offers(self.programs.spec, self.offers, "megatron-core", share)
         self.group_size = group_size
         self.measure = measure
         self.executor: Executor | None = None

@@ -12,6 +12,7 @@ from evenpipe.megatron.adaptive.static_memory import workspace_bytes
 from evenpipe.megatron.recomputing import obstacle
 from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.stage import Batch
+from evenpipe.megatron.unsupported import refused_settings
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.weight_gradients import queued_bytes
 from evenpipe.schedule import SEARCHED, Need, Program, Schedule, Size, Spec, Unit
@@ -27,10 +28,10 @@ class SearchedSchedule(PipelineSchedule):
 
     Until then it is V-Min where stages have two model chunks, in a V, and ZB-H1 where they have one, with weight
     gradients at once, and layers of three in four micro-batches are recomputed, unless Megatron's settings rule that
-    out: `recomputing.obstacle`. All orders of a placement give the same losses and gradients. A call raises
-    ScheduleError, on all ranks, where the memory holds no order. `iteration` is the number of the next batch, from 0;
-    who loads a checkpoint sets it. `tuning` may be replaced before the first batch: its limit, static bytes, interval
-    and log count. `loop` decides.
+    out: `recomputing.obstacle`. Stages with one may evict to their partners, unless settings rule BPipe out. All orders
+    of a placement give the same losses and gradients. A call raises ScheduleError, on all ranks, where the memory holds
+    no order. `iteration` is the number of the next batch, from 0; who loads a checkpoint sets it. `tuning` may be
+    replaced before the first batch: its limit, static bytes, interval and log count. `loop` decides.
     """
 
     offers: ClassVar[frozenset[Need]] = PipelineSchedule.offers | {"times"}
@@ -88,11 +89,17 @@ class SearchedSchedule(PipelineSchedule):
         self._watch.recomputes = recomputes
         return recomputes
 
+    def _joins_partners(self, batch: Batch) -> bool:
+        if len(batch.model) > 1 or self._sizes_differ(batch.config):
+            return False
+        return next(refused_settings(batch.config, bpipe=True), None) is None
+
     def _room(self, executor: Executor) -> Room:
         static_bytes = self.tuning.static_bytes() + workspace_bytes() + executor.connections.device_bytes
         return Room(self.tuning.limit_bytes, static_bytes)
 
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
+        self.loop.join(self._joins_partners(batch))
         executor = super()._executor(pipeline, batch)
         executor.measure = self.measure or self.loop.weighs
         return executor

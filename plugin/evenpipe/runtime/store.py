@@ -210,6 +210,16 @@ class ActivationStore:
         self.aside_bytes = max(self.aside_bytes, aside)
         return tuple(saved.nbytes for saved in sealed)
 
+    def movable_bytes(self, key: Hashable) -> int:
+        """Return what of this micro-batch can move. Call it when `seal` may be called, which it is, if it was not."""
+        recording = self._recordings.get(key)
+        if recording is None:
+            return 0
+        sealed = [reference for leaving in recording.departures.values() for reference in leaving.sealed]
+        if not sealed:
+            return sum(self.seal(key))
+        return sum(saved.nbytes for reference in sealed if (saved := reference()) is not None)
+
     def ship(self, key: Hashable, to: Destination = "partner") -> list[Tensor]:
         """Make a message, of uint8 tensors, of what `seal` decided to send there; `release` ends the departure.
 

@@ -18,6 +18,8 @@ from evenpipe.schedule.actions import (
     KINDS,
     LOAD,
     RETURN,
+    SWAP_IN,
+    SWAP_OUT,
     Action,
     Kind,
     ScheduleError,
@@ -27,7 +29,7 @@ from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.table import Column, own_peak
 from evenpipe.schedule.topology import partner
 
-__all__ = ["balance"]
+__all__ = ["balance", "swapped"]
 
 
 class _Transfer(NamedTuple):
@@ -66,6 +68,20 @@ def balance(schedule: Schedule, bound: int | Sequence[int], queues: Queues = "ma
         rows[acceptor] = _insert(rows[acceptor], _receive(kinds, ends[acceptor].tolist(), accepting, bounds[acceptor]))
     of_stages = () if isinstance(bound, int) else bounds
     return replace(schedule, bound=max(bounds), bounds=of_stages, actions=tuple(rows))
+
+
+def swapped(schedule: Schedule, bounds: Sequence[int]) -> Schedule:
+    """Return the same compute orders with swaps, so that no stage has more than its bound of units that are whole.
+
+    Units go to the stage's own host as others go to a partner, and stay live. A swap in whose room is still leaving
+    would hold up compute, so it starts after that. Raises :class:`ScheduleError` as :func:`balance` does.
+    """
+    kinds: dict[Kind, Kind] = {EVICT: SWAP_OUT, LOAD: SWAP_IN}
+    rows = []
+    for stage, (row, ends, bound) in enumerate(zip(schedule.actions, boundaries(schedule), bounds, strict=True)):
+        trades = _plan(row, ends.tolist(), bound, stage, early=False)
+        rows.append(_insert(row, [(slot, Action(kinds[kind], *row[used][1:3])) for slot, kind, used in trades]))
+    return replace(schedule, actions=tuple(rows))
 
 
 def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int, early: bool) -> list[_Transfer]:

@@ -81,7 +81,8 @@ def build(spec: Spec | str, size: Size, bpipe: bool = False, queues: Queues = "m
             raise ScheduleError(f"bpipe: the table of {spec.name} evicts {evicts}, and is run as it is: {remedy}")
         if not swaps:
             return verify(spec.table, bpipe, queues)
-        if not isinstance(swaps, (str, LevelsOfStages)) or "swap" in spec.needs:
+        levels = isinstance(swaps, LevelsOfStages) and "swap" not in spec.needs
+        if not (levels or isinstance(swaps, str)):
             raise ScheduleError(f"swaps: the table of {spec.name} is run as it is: leave swaps out")
         return verify(with_swaps(spec.table, swaps), bpipe, queues)
     with _faults_of(spec):
@@ -248,8 +249,15 @@ def offered(offers: frozenset[Need]) -> list[str]:
     return [name for name in own() if find(name).needs <= offers]
 
 
-def check_offers(spec: Spec, offers: frozenset[Need], engine: str) -> None:
-    """Raises :class:`ScheduleError`, one line, if ``engine`` cannot carry the schedule out in a run."""
+def check_offers(spec: Spec, offers: frozenset[Need], engine: str, swap: float | None = None) -> None:
+    """Raises :class:`ScheduleError`, one line, if ``engine`` cannot carry the schedule out in a run.
+
+    ``swap``: the share of what micro-batches save that may go to hosts in the run, if any may.
+    """
+    if "swap" in spec.needs - offers and spec.table is not None:
+        if swap is None:
+            raise ScheduleError(f"schedule={spec.name}: swaps to hosts what can leave: have the run swap, a share of 1")
+        offers = offers | {"swap"}
     missing = [words for need, words in NEEDS.items() if need in spec.needs - offers]
     if missing:
         raise ScheduleError(

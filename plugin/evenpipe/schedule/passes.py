@@ -107,10 +107,13 @@ def with_swaps(schedule: Schedule, swaps: Swaps) -> Schedule:
     of that one's micro-batch, and later memory would have to be free for both. A unit that is evicted leaves what is
     swapped behind on its own host, and has it back when it is loaded: no tensor moves twice.
 
-    A :data:`Level` names units of any part: :func:`swapping_at`.
+    A :data:`Level` names units of any part: :func:`swapping_at`. For one level of all stages, a schedule that swaps is
+    returned as it is.
 
     Raises :class:`ScheduleError` for a position that the model does not have.
     """
+    if isinstance(swaps, str) and SWAP_OUT in schedule.table.letters:
+        return schedule
     if isinstance(swaps, str):
         swaps = LevelsOfStages((swaps,) * schedule.stages)
     if isinstance(swaps, LevelsOfStages):

@@ -126,16 +126,9 @@ CONTRADICTIONS: Final = (
     ),
     Contradiction(
         "bpipe",
-        lambda config: config.bpipe and config.schedule == AUTO,
-        "{schedule:auto} chooses it where it is faster than what else fits",
+        lambda config: config.bpipe and config.schedule in (AUTO, SEARCHED),  # a table of that name may evict
+        "{schedule:=} evicts to partners where it is faster than what else fits",
         "leave {bpipe} out",
-    ),
-    Contradiction(
-        "bpipe",
-        lambda config: config.bpipe and config.schedule == SEARCHED,  # a table of that name may evict
-        "orders that {schedule:=} finds during a run evict nothing",
-        "search one with `evenpipe schedule` for costs that have peer_bytes_per_ms, and run that table, or leave "
-        "{bpipe} out",
     ),
     Contradiction(
         "bpipe",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from evenpipe.schedule import BACKWARD, Cost, Link, LinkKind, Schedule, partner
+from evenpipe.schedule import BACKWARD, Cost, Link, LinkKind, Schedule
 from evenpipe.schedule.search.costs import Part, RunCosts
 
 __all__ = [
@@ -77,26 +77,31 @@ class Costs:
     def of_parts(cls, costs: RunCosts, schedule: Schedule) -> Costs:
         """Return a document's costs of a schedule. Raises ScheduleError where it is not for so many stages.
 
-        Evictions and loads take what the largest of a stage's parts takes; nothing, if the document does not say.
+        Transfers to partners and hosts take what the largest of a stage's parts takes; nothing, if it does not say.
         """
         placed: list[list[tuple[float, float, float]]] = [[] for _ in range(schedule.stages)]
         parts = costs.recomputing(schedule.recomputed).parts
-        saved_bytes = [0] * schedule.stages
+        moving_bytes = [0] * schedule.stages
         for place, part in zip(costs.places(schedule.stages).order, parts, strict=True):
             placed[place.stage].append((part.forward_ms, part.input_gradient_ms, part.weight_gradient_ms))
-            saved_bytes[place.stage] = max(saved_bytes[place.stage], part.saved_bytes)
+            moving_bytes[place.stage] = max(moving_bytes[place.stage], part.moving_bytes)
         of_stages = [tuple(map(sum, zip(*parts, strict=True))) for parts in placed]
         link, transfers = Wire(transmit_ms=costs.message_ms), dict[Link, Wire]()
-        if costs.peer_bytes_per_ms is not None:
-            for evictor in range(schedule.stages // 2):
-                acceptor = partner(evictor, schedule.stages)
-                transfer = Wire(transmit_ms=saved_bytes[evictor] / costs.peer_bytes_per_ms)
-                transfers |= {Link("evict", evictor, acceptor): transfer, Link("load", acceptor, evictor): transfer}
+        own = range(schedule.stages)
+        ways: tuple[tuple[float | None, LinkKind, LinkKind, Sequence[int]], ...] = (
+            (costs.peer_bytes_per_ms, "evict", "load", own[::-1][: schedule.stages // 2]),
+            (costs.host_bytes_per_ms, "swap out", "swap in", own),
+        )
+        for speed, out, back, others in ways:
+            for stage, other in enumerate(others if speed is not None else ()):
+                transfer = Wire(transmit_ms=moving_bytes[stage] / (speed or 1.0))
+                transfers |= {Link(out, stage, other): transfer, Link(back, other, stage): transfer}
         return cls(
             tuple(forward for forward, _, _ in of_stages),
             tuple(inputs + weights for _, inputs, weights in of_stages),
             {"forward": link, "backward": link},
             transfers,
+            awaited_swaps=costs.host_bytes_per_ms is not None,
             weight_gradient_ms=tuple(weights for _, _, weights in of_stages),
             parts_ms=tuple(map(tuple, placed)),
         )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from evenpipe.schedule import Program, Queues, Schedule, ScheduleError, verify
 from evenpipe.schedule.search.costs import RunCosts, check_caps
-from evenpipe.schedule.search.evicting import sharing, with_evictions
+from evenpipe.schedule.search.evicting import lent, sharing, with_evictions, with_swaps_to_hosts
 from evenpipe.schedule.search.problem import Problem
 from evenpipe.schedule.search.recomputing import recomputations
 from evenpipe.schedule.search.search import USUAL, Effort, search
@@ -18,6 +18,8 @@ from evenpipe.simulate.costs import Costs
 from evenpipe.simulate.simulator import simulate
 
 __all__ = ["Searched", "searched"]
+
+_Moving: TypeAlias = tuple[str, Sequence[Problem], Callable[[Schedule], Schedule]]
 
 
 class Searched(NamedTuple):
@@ -45,7 +47,8 @@ def searched(
 
     split: backwards come in halves; then parts whose costs say what they leave may be computed again. Where the costs
     say how fast stages evict to their partners, and the placement is straight, as much again is searched for orders
-    that do. Raises :class:`ScheduleError` where the costs do not fit so many stages, or a cap holds no micro-batch.
+    that do; and as much for orders that swap, where they say how fast stages copy to their hosts. Raises
+    :class:`ScheduleError` where the costs do not fit so many stages, or a cap holds no micro-batch.
     """
 
     def proven(schedule: Schedule) -> tuple[Program, float]:
@@ -64,17 +67,24 @@ def searched(
         best_ms = min((ms for _, ms in published), default=math.inf)
         program, ms = next(one for one in (*map(proven, of_choice.best), *published) if one[1] <= best_ms)
         found.append(Searched(program, ms, math.inf if choice else best_ms))
-    shared = sharing(problem) if costs.peer_bytes_per_ms is not None else []
     if costs.peer_bytes_per_ms is not None and costs.placement != "straight":
-        told("nothing is evicted: only straight placements are searched for evictions")
-    for of_pairs in shared:
-        told("caps shared by partner stages")
-        each = effort._replace(seconds=effort.seconds / len(shared))
-        of_caps = search(of_pairs, each, told=told)
-        orders, before = (*of_caps.best, *of_caps.published), len(found)
-        for schedule in orders:
-            with suppress(ScheduleError):  # there is no room for its evictions
-                found.append(Searched(*proven(with_evictions(schedule, problem, queues)), math.inf))
-        told(f"{len(found) - before} of {len(orders)} orders keep to each stage's cap by evictions")
+        told("nothing is evicted to partners: only straight placements are searched for that")
+    for kind, given, moved in _moving(costs, problem, queues):
+        for larger in given:
+            told(f"caps with what {kind} hold")
+            of_caps = search(larger, effort._replace(seconds=effort.seconds / len(given)), told=told)
+            orders, before = (*of_caps.best, *of_caps.published), len(found)
+            for schedule in orders:
+                with suppress(ScheduleError):  # there is no room for it
+                    found.append(Searched(*proven(moved(schedule)), math.inf))
+            told(f"{len(found) - before} of {len(orders)} orders keep to each stage's cap by what {kind} hold")
     best = min(found, key=lambda one: one.batch_ms)
     return best._replace(published_ms=min(one.published_ms for one in found))
+
+
+def _moving(costs: RunCosts, problem: Problem, queues: Queues) -> Iterator[_Moving]:
+    """Yield, for each kind of memory elsewhere, its name, the problems with it, and what gives an order its moves."""
+    if costs.peer_bytes_per_ms is not None:
+        yield "partners", sharing(problem), lambda schedule: with_evictions(schedule, problem, queues)
+    if costs.host_bytes_per_ms is not None:
+        yield "hosts", lent(problem), lambda schedule: with_swaps_to_hosts(schedule, problem)

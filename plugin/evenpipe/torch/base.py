@@ -35,7 +35,9 @@ from evenpipe.tuner.process_memory import KeptBytes, static_bytes
 __all__ = ["Pipeline", "shares", "stage_in"]
 
 
-def stage_in(program: Program, group: dist.ProcessGroup | None, offers: frozenset[Need], called: str) -> int:
+def stage_in(
+    program: Program, group: dist.ProcessGroup | None, offers: frozenset[Need], called: str, swap: float | None = None
+) -> int:
     """Return which stage of `program` this rank of `group` is.
 
     Raises ValueError where `program` is not for such a group, or needs more than `called` offers.
@@ -46,7 +48,7 @@ def stage_in(program: Program, group: dist.ProcessGroup | None, offers: frozense
     needs = needs_of(schedule)
     # A schedule without flushes goes on after its last batch; only its name says how.
     spec = find(schedule.name) if "stream" in needs else Spec.of(schedule, needs)
-    check_offers(spec, offers, called)
+    check_offers(spec, offers, called, swap)
     return ranks.index(dist.get_rank())
 
 

@@ -59,7 +59,7 @@ class ModulePipeline(Pipeline):
         *,
         names: Callable[[int, str], str] | None = None,
     ) -> None:
-        stage, places = stage_in(program, group, MODULE_OFFERS, "ModulePipeline"), program.schedule.places
+        stage, places = stage_in(program, group, MODULE_OFFERS, "ModulePipeline", swap), program.schedule.places
         positions = [places.position(stage, chunk) for chunk in range(places.chunks)]
         chunks = [part(position) for position in positions]
         if boundary is None and torch.cuda.is_available() and not [*nn.ModuleList(chunks).parameters()]:

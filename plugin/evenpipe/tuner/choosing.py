@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
-from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.resources import highest_of_all
-from evenpipe.runtime.timing import sending_gbps
 from evenpipe.schedule import (
     AUTO,
     BACKWARD,
@@ -28,19 +25,18 @@ from evenpipe.schedule import (
     Spec,
     build,
     find,
-    links,
     own,
     verify,
 )
-from evenpipe.schedule.search.costs import RunCosts
+from evenpipe.schedule.search.costs import RunCosts, held_bytes
 from evenpipe.schedule.search.problem import Problem
 from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.schedule.spec import halved
-from evenpipe.simulate.costs import Costs, Wire, placed_parts, saved_and_left_bytes, whole_backward_bytes
+from evenpipe.simulate.costs import Costs
 from evenpipe.simulate.searched import searched
 from evenpipe.simulate.simulator import simulate
 from evenpipe.tuner.part_watch import PartWatch
-from evenpipe.tuner.searching import Room, SearchLoop
+from evenpipe.tuner.searching import SearchLoop
 
 __all__ = ["TIE", "ChoiceLoop", "Option", "choose", "options"]
 
@@ -72,26 +68,22 @@ class Option(NamedTuple):
 
 
 def options(
-    costs: RunCosts,
-    size: Size,
-    queues: Queues = "many",
-    byte_ms: float | None = None,
-    halves: bool = False,
-    of: Spec | None = None,
+    costs: RunCosts, size: Size, queues: Queues = "many", halves: bool = False, of: Spec | None = None
 ) -> Iterator[Option]:
     """Yield the published schedules for these parts on their places, whatever memory they need.
 
-    byte_ms: milliseconds a byte that is sent to a partner; None rules out BPipe. halves: whole backwards are run as
-    two halves. of: the kind of `auto` that says whether backwards may come in halves, and whether forwards and
-    backwards are computed together; by default the first. Schedules with late gradients are left out.
+    Costs that do not say how fast stages evict rule out BPipe. halves: whole backwards are run as two halves. of: the
+    kind of `auto` that says whether backwards may come in halves, and whether forwards and backwards are computed
+    together; by default the first. Schedules with late gradients are left out.
     """
     places, kind = costs.places(size.stages), of or find(AUTO)
     for named in map(find, own()):
         spec = named.overlapped if kind.fused else named
         if spec is None or spec.needs & {"stream", "swap", "times"} or ("split" in spec.needs - kind.needs):
             continue
+        pairs = costs.peer_bytes_per_ms is not None and spec.balanced is not None
         for group in _GROUPS if "groups" in spec.needs else (1,):
-            for bpipe in (False, True) if byte_ms is not None and spec.balanced is not None else (False,):
+            for bpipe in (False, True) if pairs else (False,):
                 with suppress(ScheduleError):  # a size that the schedule does not have
                     wanted = spec.fitted(size._replace(chunks=places.chunks, group_size=group))
                     if wanted.group_size != group or spec.places(wanted) != places:
@@ -105,14 +97,13 @@ def options(
                     if halves:
                         rows = tuple(tuple(halved(row, 0)) for row in program.schedule.actions)
                         program = verify(replace(program.schedule, actions=rows), bpipe, queues)
-                    yield _weighed(name, program, costs, byte_ms or 0.0)
+                    yield _weighed(name, program, costs)
 
 
 def choose(
     costs: RunCosts,
     size: Size,
     queues: Queues = "many",
-    byte_ms: float | None = None,
     halves: bool = False,
     effort: Effort = USUAL,
     of: Spec | None = None,
@@ -124,14 +115,14 @@ def choose(
     where nothing fits.
     """
     kind = of or find(AUTO)
-    known = list(options(costs, size, queues, byte_ms, halves, kind))
+    known = list(options(costs, size, queues, halves, kind))
     limit_ms = Problem.of(costs, size.stages, size.micro_batches).limit_ms
     best_ms = min((one.batch_ms for one in known if one.fits(costs)), default=math.inf)
     if best_ms > (1 + TIE) * limit_ms and not kind.fused:
         split = "split" in kind.needs
         try:
             program = searched(costs, size.stages, size.micro_batches, effort, split=split, queues=queues).program
-            known.append(_weighed("searched", program, costs, 0.0))
+            known.append(_weighed("searched", program, costs))
         except ScheduleError:
             if math.isinf(best_ms):
                 raise
@@ -145,19 +136,11 @@ def choose(
     return chosen, [one for one in known if one is not chosen]
 
 
-def _weighed(name: str, program: Program, costs: RunCosts, byte_ms: float) -> Option:
-    """Return the option of a program, by simulation; a byte to a partner takes `byte_ms`."""
+def _weighed(name: str, program: Program, costs: RunCosts) -> Option:
+    """Return the option of a program: its time by simulation, and what its stages hold as it is proven."""
     schedule = program.schedule
-    placed = placed_parts(costs, schedule)
-    saved, left = saved_and_left_bytes(placed)
-    between = {
-        link: Wire(transmit_ms=byte_ms * saved[min(link.source, link.target)][0])
-        for link in links(schedule.places, pairs=True)
-        if link.kind in ("evict", "load")
-    }
-    simulated = simulate(program, replace(Costs.of_parts(costs, schedule), links=between), saved, left)
-    each = zip(simulated.stages, whole_backward_bytes(placed, schedule), strict=True)
-    return Option(name, program, simulated.makespan_ms, tuple(stage.peak_bytes + more for stage, more in each))
+    simulated = simulate(program, Costs.of_parts(costs, schedule))
+    return Option(name, program, simulated.makespan_ms, tuple(map(max, held_bytes(schedule, costs))))
 
 
 class ChoiceLoop(SearchLoop):
@@ -175,32 +158,18 @@ class ChoiceLoop(SearchLoop):
         effort: Effort = USUAL,
     ) -> None:
         super().__init__(watch, None, log, effort)
-        self._evicts = self._halves = False
+        self._halves = False
         self._kind = find(AUTO)
-        self._byte_ms: float | None = None
 
-    def allow(self, evicts: bool, remedy: str, halves: bool = False, spec: Spec | None = None) -> None:
-        """Set what this run can have, and the remedy for an error where nothing fits; call before the first batch.
+    def allow(self, remedy: str, halves: bool = False, spec: Spec | None = None) -> None:
+        """Set the remedy for an error where nothing fits, and what this run can have; call before the first batch.
 
-        evicts: partners are joined, so that BPipe is one of the choices. halves: layers compute weights' gradients in a
-        second half of the backward, so whole backwards are run as two halves. spec: the kind of `auto`.
+        halves: layers compute weights' gradients in a second half of the backward, so whole backwards are run as two
+        halves. spec: the kind of `auto`.
         """
-        self._evicts, self._halves, self._remedy = evicts, halves, remedy
+        self._halves, self._remedy = halves, remedy
         self._kind = spec or find(AUTO)
         self._fused = self._kind.fused
-
-    def state_dict(self) -> dict[str, Any] | None:
-        state = super().state_dict()
-        return None if state is None else state | {"byte_ms": self._byte_ms}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._byte_ms = state["byte_ms"]
-
-    def prepare(self, executor: Executor, size: Size, queues: Queues) -> None:
-        if not self._evicts:  # a run that could evict may have saved its choice, and this one cannot carry it out
-            self._found = {count: found for count, found in self._found.items() if not any(found.evictions)}
-        super().prepare(executor, size, queues)
 
     def _announce(self, size: Size) -> None:
         """Log nothing before the choice."""
@@ -211,15 +180,8 @@ class ChoiceLoop(SearchLoop):
     def _places(self, size: Size) -> Places:
         return self._kind.places(size)
 
-    def _gathered(self, executor: Executor, size: Size, room: Room) -> RunCosts:
-        if self._evicts:
-            gbps = sending_gbps(executor.connections, executor.stage_index, executor.device)
-            [self._byte_ms] = highest_of_all([0.0 if gbps is None else 1e-6 / gbps], executor.device)
-        return super()._gathered(executor, size, room)
-
     def _find(self, costs: RunCosts, size: Size, queues: Queues) -> tuple[Schedule, str]:
-        byte_ms = self._byte_ms if self._evicts else None
-        chosen, others = choose(costs, size, queues, byte_ms, self._halves, self._effort, self._kind)
+        chosen, others = choose(costs, size, queues, self._halves, self._effort, self._kind)
         return chosen.program.schedule, self._said(chosen, others, costs, size)
 
     def _said(self, chosen: Option, others: list[Option], costs: RunCosts, size: Size) -> str:

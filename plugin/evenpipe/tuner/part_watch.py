@@ -28,7 +28,7 @@ class PartFigures(NamedTuple):
     kept between the two halves of that. `recomputed_bytes` is the most that one saved that is computed again, whose
     input gradient takes `recompute_ms` longer, and which shows by what it leaves how much others of its size save. What
     no micro-batch shows is 0; where all are computed again, the input gradient's time is theirs. A whole backward
-    counts as an input gradient, with no weight gradient.
+    counts as an input gradient, with no weight gradient. `staying_bytes` is the most of one that cannot leave.
     """
 
     forward_ms: float
@@ -38,6 +38,7 @@ class PartFigures(NamedTuple):
     left_bytes: int
     recomputed_bytes: int
     recompute_ms: float
+    staying_bytes: int = 0
 
 
 def measured_by(watch: PartWatch, message_bytes: int, static_bytes: int, differ: bool = False) -> Measured:
@@ -60,7 +61,8 @@ class PartWatch(Observer):
     does not see: `kept` returns those that a framework keeps of a unit, `queued` all that wait in queues of layers for
     second halves of backwards. `recomputes` says which units are computed again. Since the last `clear`, by kind of
     action and model chunk: `ms` has the times, and `nbytes` how many micro-batches held so many bytes after it;
-    `recomputed_ms` and `recomputed_nbytes` have those of units that are computed again.
+    `recomputed_ms` and `recomputed_nbytes` have those of units that are computed again; `staying_bytes` has, by chunk,
+    the most that cannot leave the stage of what one unit saved.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class PartWatch(Observer):
         """Forget what was seen."""
         self.ms, self.recomputed_ms = _Times(list), _Times(list)
         self.nbytes, self.recomputed_nbytes = _Sizes(Counter), _Sizes(Counter)
+        self.staying_bytes = Counter[int]()
 
     def figures(self, chunks: int) -> list[PartFigures]:
         """Return those of each chunk, once a batch has been weighed and one has been timed."""
@@ -104,6 +107,7 @@ class PartWatch(Observer):
             left_bytes=left,
             recomputed_bytes=again,
             recompute_ms=max(0.0, median(again_ms) - median(usual_ms)) if usual_ms and again_ms else 0.0,
+            staying_bytes=self.staying_bytes[chunk],
         )
 
     def _median_ms(self, kind: Kind, chunk: int) -> float:
@@ -129,6 +133,9 @@ class PartWatch(Observer):
             apart = sum(self.store.lasting_bytes.values()) if action.kind == FORWARD else self._queued() - self._before
             sizes = self.recomputed_nbytes if self.recomputes(action.unit) else self.nbytes
             sizes[action.kind, action.chunk][seen + apart] += 1
+            if action.kind == FORWARD:
+                staying = seen + apart - self.store.movable_bytes(action.unit)
+                self.staying_bytes[action.chunk] = max(self.staying_bytes[action.chunk], staying)
         self.then.ended(action)
 
     def remark(self, line: str) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.resources import highest_of_all
+from evenpipe.runtime.timing import sending_gbps
 from evenpipe.schedule import (
     BACKWARD,
     INPUT_GRADIENT,
@@ -81,6 +82,7 @@ class SearchLoop:
         effort: Effort = USUAL,
     ) -> None:
         self.costs: RunCosts | None = None
+        self._evicts = False
         self._remedy = ""
         self._watch = watch
         self._pace = Pace(interval)
@@ -103,6 +105,10 @@ class SearchLoop:
         """Return whether the executor is to measure what the next batch saves."""
         return self._look == "weigh"
 
+    def join(self, evicts: bool) -> None:
+        """Before a batch: partners are joined, so orders may evict to them, and how fast that is is measured too."""
+        self._evicts = evicts
+
     def begin(self, iteration: int, size: Size) -> None:
         """Before anything of a batch of this size: see whether it is looked at."""
         if self.costs is not None and len(self.costs.parts) != size.stages * size.chunks:
@@ -117,6 +123,10 @@ class SearchLoop:
 
         Raises ScheduleError, on all ranks, where the memory holds none.
         """
+        if not self._evicts and self.costs is not None and self.costs.peer_bytes_per_ms is not None:
+            # They are of a run that could, and saved them.
+            self.costs = self.costs.model_copy(update={"peer_bytes_per_ms": None})
+            self._found = {count: found for count, found in self._found.items() if not any(found.evictions)}
         if self._look == "weigh":
             self._watch.clear()
             self._watch.store = executor.store
@@ -244,7 +254,16 @@ class SearchLoop:
             parts=found,
             message_ms=message_ms,
             memory_bytes=caps,
+            peer_bytes_per_ms=self._peer_bytes_per_ms(executor),
         )
+
+    def _peer_bytes_per_ms(self, executor: Executor) -> float | None:
+        """Return how fast the slowest pair sends to each other; None where none may."""
+        if not self._evicts:
+            return None
+        gbps = sending_gbps(executor.connections, executor.stage_index, executor.device)
+        [byte_ms] = highest_of_all([0.0 if gbps is None else 1e-6 / gbps], executor.device)
+        return 1 / byte_ms if byte_ms else None
 
     def _check_room(self, parts: Sequence[Part], places: Places, caps: Sequence[int]) -> None:
         """Raise ScheduleError where a stage cannot hold one micro-batch, which is the least of any order."""
@@ -307,6 +326,7 @@ def _part(figures: PartFigures, before: Part | None, recomputed: bool) -> Part:
         weight_gradient_ms=figures.weight_gradient_ms,
         saved_bytes=int(saved),
         freed_by_input_gradient_bytes=int(saved - left),
+        staying_bytes=min(int(saved), int(figures.staying_bytes)),
         recomputed_bytes=int(again) if 0 < again < saved else None,
         recompute_ms=again_ms or None if 0 < again < saved else None,  # noise may hide it: a forward's time then
     )
@@ -341,4 +361,5 @@ def _said(found: Any, costs: RunCosts, seconds: float) -> str:
             if schedule.recomputed
             else ""
         )
+        + (f"; stages evict {sum(schedule.evictions)} times to partners" if any(schedule.evictions) else "")
     )

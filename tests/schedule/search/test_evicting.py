@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import Schedule, ScheduleError, verify
+from evenpipe.schedule import Action, Schedule, ScheduleError, most_whole, verify
 from evenpipe.schedule.search.compiled import COMPILED
 from evenpipe.schedule.search.costs import Part, RunCosts, check_caps, held_bytes
 from evenpipe.schedule.search.evicting import sharing
@@ -78,6 +78,83 @@ def test_caps_are_kept_and_nothing_is_slower(stages: int, times: float, room: fl
     if not schedule.recomputed:
         for peak, cap in zip(peak_bytes(schedule, costs), costs.caps(stages), strict=True):
             assert peak <= cap
+
+
+def held_beside_a_host(row: tuple[Action, ...], sizes: list[int]) -> int:
+    """The most bytes of a stage that waits for its swaps as `runtime/host_swaps.py` does; a whole unit a chunk."""
+    most, here, leaving, peak = most_whole(row), list[tuple[int, int]](), list[tuple[int, int]](), 0
+    for action in row:
+        unit = (action.micro_batch, action.chunk)
+        if action.kind in "FI":
+            if unit in leaving:
+                here.remove(unit)
+                leaving.remove(unit)
+            while leaving and len(here) + 1 > most:
+                here.remove(leaving.pop(0))
+            here.append(unit)
+        elif action.kind == "O":
+            leaving.append(unit)
+        elif action.kind in "BW":
+            here.remove(unit)
+        peak = max(peak, sum(sizes[chunk] for _, chunk in here))
+    return peak
+
+
+@given(
+    st.integers(1, 5),
+    st.floats(1, 3),
+    st.floats(0.2, 1),
+    st.booleans(),
+    st.sampled_from(["straight", "vee"]),
+    st.integers(0, 999),
+)
+@settings(max_examples=25, deadline=None)
+def test_what_is_swapped_to_hosts_keeps_caps(
+    stages: int, times: float, room: float, split: bool, placement: str, seed: int
+) -> None:
+    chance, micro_batches = random.Random(seed), round(times * stages)
+    count = stages * (2 if placement == "vee" else 1)
+    sizes = [chance.randint(50, 150) for _ in range(count)]
+    parts = [
+        Part(
+            forward_ms=chance.uniform(1, 3),
+            input_gradient_ms=chance.uniform(1, 3),
+            weight_gradient_ms=chance.uniform(0.5, 3),
+            saved_bytes=size,
+            staying_bytes=chance.choice([0, size // 10]),
+        )
+        for size in sizes
+    ]
+    caps = [320 + int(room * 100 * stages) for _ in range(stages)]
+    update = {"placement": placement, "parts": parts, "memory_bytes": caps, "peer_bytes_per_ms": None}
+    alone = straight(stages, 0, chance.choice([0.0, 0.6])).model_copy(update=update)
+    costs = alone.model_copy(update={"host_bytes_per_ms": chance.uniform(20, 500)})
+    without, found = (searched(one, stages, micro_batches, QUICK, split=split) for one in (alone, costs))
+    schedule = found.program.schedule
+    assert found.batch_ms <= without.batch_ms
+    assert Schedule.parse(str(schedule)) == schedule
+    verify(schedule)
+    check_caps(schedule, costs)
+    if not any(part.staying_bytes for part in parts):
+        for stage, row in enumerate(schedule.actions):
+            of_chunks = [sizes[schedule.places.position(stage, chunk)] for chunk in range(schedule.chunks)]
+            assert held_beside_a_host(row, of_chunks) == max(held_bytes(schedule, costs)[stage]) <= caps[stage]
+
+
+@pytest.mark.skipif(not COMPILED, reason="finds less without numba")
+@pytest.mark.parametrize(("placement", "gain"), [("straight", 1.25), ("vee", 1.1)])
+def test_hosts_take_what_caps_leave_no_room_for(placement: str, gain: float) -> None:
+    """At half of 1F1B's memory, where a swap takes a forward of a stage; by a slow link nothing is swapped."""
+    chunks = 2 if placement == "vee" else 1
+    times = dict.fromkeys(("forward_ms", "input_gradient_ms", "weight_gradient_ms"), 2 / chunks)
+    parts = [Part(**times, saved_bytes=100 // chunks)] * (8 * chunks)
+    batch_ms = {}
+    for host in (None, 50.0, 1.0):
+        update = {"placement": placement, "parts": parts, "host_bytes_per_ms": host, "peer_bytes_per_ms": None}
+        found = searched(straight(8, 400, 0.2).model_copy(update=update), 8, 16, Effort(0.5, 2))
+        assert ("O" in found.program.schedule.table.letters) == (host == 50.0)
+        batch_ms[host] = found.batch_ms
+    assert batch_ms[50.0] * gain < batch_ms[None] == batch_ms[1.0]
 
 
 @pytest.mark.skipif(not COMPILED, reason="finds less without numba")

@@ -47,8 +47,9 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
     rows = CONTRADICTIONS if torch.cuda.is_available() else (*CONTRADICTIONS, *CONTRADICTIONS_ON_CPU)
     if (line := contradiction_in(config, FLAGS, rows)) is not None:
         raise ArgumentError(line)
+    swap = None if config.swap == "auto" else config.swap
     try:
-        check_offers(config.spec, ENGINES["evenpipe"].offers | {"times"}, ENGINES["evenpipe"].called)
+        check_offers(config.spec, ENGINES["evenpipe"].offers | {"times"}, ENGINES["evenpipe"].called, swap)
         if config.spec.table is not None:
             _fit_table(config.spec, args)
     except ScheduleError as error:

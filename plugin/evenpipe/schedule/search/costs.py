@@ -16,10 +16,13 @@ from evenpipe.schedule.actions import (
     FORWARD,
     INPUT_GRADIENT,
     LOAD,
+    SWAP_IN,
+    SWAP_OUT,
     WEIGHT_GRADIENT,
     Action,
     ScheduleError,
 )
+from evenpipe.schedule.passes import awaited_swaps
 from evenpipe.schedule.schedule import Fault, Schedule, marked
 from evenpipe.schedule.topology import Places, loop, partner, vee
 from evenpipe.wording.validation import first_message
@@ -29,6 +32,7 @@ __all__ = ["FORMAT", "Part", "Placement", "RunCosts", "check_caps", "held_bytes"
 FORMAT: Final = "evenpipe.costs/1"
 Placement = Literal["straight", "loop", "vee"]
 _Ms = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Speed = Annotated[float, Field(ge=1e-6, allow_inf_nan=False)]
 #: Of a model on a stage of any size; sums of floats are exact so far.
 _Bytes = Annotated[int, Field(ge=0, le=2**50)]
 _Change = Annotated[int, Field(ge=-(2**50), le=2**50)]
@@ -43,7 +47,8 @@ class Part(BaseModel):
     gradient does. Less than 0 where the input gradient leaves more than was saved, as where layers are recomputed.
     A whole backward takes both times, and frees all at its end. ``recomputed_bytes``: what of them a forward leaves
     whose part is computed again, as :meth:`recomputed` says; None where that cannot be. ``recompute_ms``: the time that
-    this takes; a forward's, if None.
+    this takes; a forward's, if None. ``staying_bytes``: what of saved_bytes cannot leave the stage, as tensors that
+    something else holds too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,6 +60,7 @@ class Part(BaseModel):
     freed_by_input_gradient_bytes: _Change = 0
     recomputed_bytes: _Bytes | None = None
     recompute_ms: _Ms | None = None
+    staying_bytes: _Bytes = 0
 
     @model_validator(mode="after")
     def _frees_what_it_saved(self) -> Part:
@@ -65,6 +71,8 @@ class Part(BaseModel):
             )
         if self.recomputed_bytes is not None and self.recomputed_bytes > self.saved_bytes:
             raise ValueError(f"recomputed_bytes={self.recomputed_bytes}: more than saved_bytes={self.saved_bytes}")
+        if self.staying_bytes > self.saved_bytes:
+            raise ValueError(f"staying_bytes={self.staying_bytes}: more than saved_bytes={self.saved_bytes}")
         return self
 
     def recomputed(self) -> Part:
@@ -78,7 +86,13 @@ class Part(BaseModel):
             weight_gradient_ms=self.weight_gradient_ms,
             saved_bytes=self.recomputed_bytes,
             freed_by_input_gradient_bytes=self.recomputed_bytes - most_bytes,
+            staying_bytes=min(self.staying_bytes, self.recomputed_bytes),
         )
+
+    @property
+    def moving_bytes(self) -> int:
+        """What of it an eviction moves."""
+        return self.saved_bytes - self.staying_bytes
 
     @property
     def grown_bytes(self) -> int:
@@ -92,7 +106,8 @@ class Part(BaseModel):
             INPUT_GRADIENT: -self.freed_by_input_gradient_bytes,
             WEIGHT_GRADIENT: self.freed_by_input_gradient_bytes - self.saved_bytes,
             BACKWARD: -self.saved_bytes,
-            LOAD: self.saved_bytes,
+            LOAD: self.moving_bytes,
+            SWAP_IN: self.moving_bytes,
         }.get(action.kind, 0)
 
 
@@ -101,6 +116,7 @@ class RunCosts(BaseModel):
 
     ``message_ms``: from one stage to another. ``memory_bytes``: a cap for each stage on what parts have saved.
     ``peer_bytes_per_ms``: how fast a stage evicts to its partner, the other way too at once; None where none does.
+    ``host_bytes_per_ms``: the same of swaps to the stage's own host.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -110,7 +126,8 @@ class RunCosts(BaseModel):
     parts: Annotated[list[Part], Field(min_length=1)]
     message_ms: _Ms = 0.0
     memory_bytes: list[_Bytes] | None = None
-    peer_bytes_per_ms: Annotated[float, Field(ge=1e-6, allow_inf_nan=False)] | None = None
+    peer_bytes_per_ms: _Speed | None = None
+    host_bytes_per_ms: _Speed | None = None
 
     @model_validator(mode="after")
     def _takes_time(self) -> RunCosts:
@@ -173,20 +190,22 @@ def _sum(numbers: Iterable[Any]) -> Any:
 def held_bytes(schedule: Schedule, costs: RunCosts) -> list[list[int]]:
     """Return, per stage, the bytes that it holds after each action, or at a whole backward's turn, if that is more.
 
-    The schedule swaps nothing. What is evicted counts until it has to have left. Acceptors keep memory for all that is
-    accepted at once, from the start to the end.
+    What is evicted, or swapped out, counts until it has to have left. Acceptors keep memory for all that is accepted at
+    once, from the start to the end.
     """
     places, parts = schedule.places, costs.recomputing(schedule.recomputed).parts
-    rows = []
+    rows, swaps = [], SWAP_OUT in schedule.table.letters
     for stage, row in enumerate(schedule.actions):
         each = [(parts[places.position(stage, action.chunk)], action) for action in row]
         held = accumulate(part.change(action) for part, action in each)
         at_turn = (part.saved_bytes + part.grown_bytes if action.kind == BACKWARD else 0 for part, action in each)
         gone = schedule.residencies[stage].gone.tolist()
-        left = [0, *accumulate(part.saved_bytes for part, action in each if action.kind == EVICT)]
+        left = [0, *accumulate(part.moving_bytes for part, action in each if action.kind == EVICT)]
         left += left[-1:] * (gone[-1] - len(left) + 1 if gone else 0)  # an acceptor's guests leave its pool as it is
-        pool = _pool_bytes(schedule, stage, parts)
-        rows.append([pool + now + more - left[went] for now, more, went in zip(held, at_turn, gone, strict=True)])
+        pool, awaited = _pool_bytes(schedule, stage, parts), awaited_swaps(row) if swaps else {}
+        swapped = accumulate(sum(each[out][0].moving_bytes for out in awaited.get(at, ())) for at in range(len(row)))
+        columns = zip(held, at_turn, gone, swapped, strict=True)
+        rows.append([pool + now + more - left[went] - out for now, more, went, out in columns])
     return rows
 
 
@@ -196,7 +215,7 @@ def _pool_bytes(schedule: Schedule, stage: int, parts: Sequence[Part]) -> int:
     gone = schedule.residencies[stage].gone.tolist()
     guests = max((came - went for came, went in zip(accepted, gone, strict=True)), default=0)
     evictor = partner(stage, schedule.stages)
-    sizes = (parts[schedule.places.position(evictor, chunk)].saved_bytes for chunk in range(schedule.chunks))
+    sizes = (parts[schedule.places.position(evictor, chunk)].moving_bytes for chunk in range(schedule.chunks))
     return max(0, guests) * max(sizes)
 
 

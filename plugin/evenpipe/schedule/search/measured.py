@@ -42,6 +42,7 @@ def costs_of_trace(
     recomputed_bytes: Sequence[int] | None = None,
     memory_bytes: Sequence[int] | None = None,
     peer_bytes_per_ms: float | None = None,
+    host_bytes_per_ms: float | None = None,
 ) -> RunCosts:
     """Return the median times of every part, over micro-batches and over all processes of its stage.
 
@@ -75,6 +76,7 @@ def costs_of_trace(
             message_ms=message_ms,
             memory_bytes=caps,
             peer_bytes_per_ms=peer_bytes_per_ms,
+            host_bytes_per_ms=host_bytes_per_ms,
         )
     except ValidationError as error:
         raise ScheduleError(f"trace={path}: {first_message(error, 'the trace')}: trace another iteration") from None

@@ -128,8 +128,21 @@ class Problem:
     @property
     def saved_bytes(self) -> Numbers:
         """Per stage, what a forward of each of its parts saves."""
-        saved: Numbers = np.array([one.saved_bytes for one in self._placed])[self.graph.parts]
-        return saved
+        return self._of_parts([one.saved_bytes for one in self._placed])
+
+    @property
+    def moving_bytes(self) -> Numbers:
+        """Per stage, what of that may leave it."""
+        return self._of_parts([one.moving_bytes for one in self._placed])
+
+    @property
+    def grown_bytes(self) -> Numbers:
+        """Per stage, by how much each part's input gradient leaves more than was saved."""
+        return self._of_parts([one.grown_bytes for one in self._placed])
+
+    def _of_parts(self, numbers: Sequence[int]) -> Numbers:
+        of_stages: Numbers = np.array(numbers)[self.graph.parts]
+        return of_stages
 
     @property
     def least_bytes(self) -> Numbers:
@@ -137,8 +150,7 @@ class Problem:
         before = self.saved_bytes.cumsum(axis=1)  # a part's input gradient comes when later parts hold nothing any more
         if not self.split:
             return before[:, -1]
-        grown = np.array([one.grown_bytes for one in self._placed])[self.graph.parts]
-        least: Numbers = (before + grown).max(axis=1)
+        least: Numbers = (before + self.grown_bytes).max(axis=1)
         return least
 
     def order(self, rows: Sequence[Sequence[Action]]) -> Order:
