@@ -202,6 +202,16 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert {"schedule": "evenpipe.schedule/1", "simulate": "evenpipe.simulation/1"}[name] in text
 
 
+@pytest.mark.parametrize("command", ["estimate", "fit", "plan", "schedule", "simulate", "train"])
+def test_the_help_fits_into_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert not [line for line in capsys.readouterr().out.splitlines() if len(line) > 80]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -75,13 +75,26 @@ def test_an_overflow_on_one_stage_is_skipped_on_all(ranks: list[dict[str, Any]],
         assert found["off"] < 1e-4
 
 
+def test_fp16_under_2bw_skips_on_all_stages_and_changes_the_scale_as_one_process_does(
+    ranks: list[dict[str, Any]],
+) -> None:
+    found = ranks[0]["streamed"]["right"]
+    assert found["scales"]
+    assert found["weights"]
+    assert found["skipped"][0]
+    assert found["skipped"][5]
+    assert not all(found["skipped"])
+    assert all(rank["streamed"]["scales"] == ranks[0]["streamed"]["scales"] for rank in ranks)
+
+
 def test_what_cannot_be_is_one_line_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for name in CASES:
             assert rank[name]["mistyped"] == "mosk: no part of the model takes it by name: did you mean mask?"
         assert rank["failing"].startswith("part 2 of the model fails on a micro-batch: RuntimeError: mat1 and mat2")
         assert rank["twice"] == "names: 'weight' is of several parameters: give each its own name of the uncut model"
-        assert rank["streamed"].startswith("2bw: a batch's scale would be known after the next has begun")
+        assert rank["streamed"]["called"].startswith("2bw: two_bw unscales the gradients and steps: leave step and")
+        assert rank["streamed"]["half"].startswith("2bw: gradients in fp16 cannot be unscaled: keep parameters in fp32")
 
 
 def test_a_group_size_is_chosen_while_training_and_changes_no_loss(ranks: list[dict[str, Any]]) -> None:

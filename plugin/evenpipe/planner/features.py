@@ -61,10 +61,10 @@ def add_features(group: ArgumentParser | _ArgumentGroup) -> None:
     """Add them as options; those that are not given are None, or no attributes where the parser suppresses these."""
     for option in (*_SWITCHES.values(), _NARROW_MOMENTS, _OFFLOAD, _FSDP, _AWAY):
         group.add_argument(f"--{option}", action="store_const", const=True)
-    for option, choices in _CHOICES.items():
-        group.add_argument(f"--{option}", choices=choices)
-    for option, choices in _LISTS.items():
-        group.add_argument(f"--{option}", nargs="+", choices=choices, metavar="NAME", help=" | ".join(choices))
+    for options, several in ((_CHOICES, None), (_LISTS, "+")):
+        for option, choices in options.items():
+            about = " | ".join(choices)
+            group.add_argument(f"--{option}", nargs=several, choices=choices, metavar="NAME", help=about)
     group.add_argument("--activation-offload-fraction", type=float, metavar="F", help="of groups (default: all)")
     group.add_argument("--delta-offload-bytes-across-pp-ranks", type=int, metavar="N", help="that a later stage keeps")
     group.add_argument(

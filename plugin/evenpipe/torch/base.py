@@ -31,6 +31,7 @@ from evenpipe.torch.batches import check_gradients, evaluating, mean_loss
 from evenpipe.torch.ties import Ties
 from evenpipe.torch.two_bw import PlainGradients, TwoBWTraining, scaled_to
 from evenpipe.tuner.process_memory import KeptBytes, static_bytes
+from evenpipe.two_bw.gradients import LossScale
 
 __all__ = ["Pipeline", "shares", "stage_in"]
 
@@ -81,6 +82,8 @@ class Pipeline(ABC):
         self.loss_chunk = places.last.chunk if self.is_last else None
         #: Scales losses before their backward: `evenpipe.torch.scaling.PipelineScaler` sets it.
         self.scaler: torch.amp.GradScaler | None = None
+        #: Of that scaler, the scale of each batch under way, where batches are not flushed.
+        self.loss_scale: LossScale | None = None
         #: Of the micro-batches of the last batch, where the model ends.
         self.losses: list[Tensor] = []
         self.edges = edges
@@ -132,7 +135,8 @@ class Pipeline(ABC):
         parameters, or several (Muon for matrices and AdamW for the rest). The returned iterator steps them and lets go
         of the gradients: the loop must not. clip_grad: the largest norm of the gradients of all stages; 0: any.
         replicas: the processes with this stage in other pipelines, whose gradients' mean is taken. delay_correction:
-        what is done about late gradients (docs/2bw.md), alike on all stages. Another call begins anew, with both
+        what is done about late gradients (docs/2bw.md), alike on all stages. With a `PipelineScaler`, losses are scaled
+        and steps that overflow are skipped. Another call begins anew, with both
         versions the newest weights. Raises ValueError for a program that flushes.
         """
         if self.versions is None:
@@ -143,7 +147,7 @@ class Pipeline(ABC):
             self._training.drain()  # a loop may have left it before its batches ended
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         gradients = PlainGradients(
-            self.versions, optimizers, self.squares, group, clip_grad, replicas, self.shared_gradients
+            self.versions, optimizers, self.squares, group, clip_grad, replicas, self.shared_gradients, self.loss_scale
         )
         self._training = TwoBWTraining(self, batches, gradients, delay_correction)
         return self._training

@@ -19,7 +19,7 @@ from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import DelayCorrection, Program, Stream, find, swapping
 from evenpipe.torch.batches import check_gradients, mean_loss
 from evenpipe.torch.ties import Ties
-from evenpipe.two_bw.gradients import Gradients, Outcome, ParameterGradients
+from evenpipe.two_bw.gradients import Gradients, LossScale, Outcome, ParameterGradients
 from evenpipe.two_bw.stream import BatchState, TwoBW
 
 __all__ = ["PlainGradients", "TwoBWPipeline", "TwoBWTraining", "scaled_to"]
@@ -34,6 +34,7 @@ class PlainGradients(Gradients):
     squares: this stage's sums of squares of `parameter.grad`, in fp64, by piece of the model, zero for pieces on other
     stages, so that their sum over stages is exact. clip_grad: the largest norm of all stages' gradients; 0 for any.
     replicas: the processes with the same stage, whose gradients' mean is taken. ties: gradients shared with stages.
+    loss_scale: in fp16; a step is skipped where any stage's gradients are not finite.
     """
 
     def __init__(
@@ -45,15 +46,21 @@ class PlainGradients(Gradients):
         clip_grad: float = 0.0,
         replicas: dist.ProcessGroup | None = None,
         ties: Ties | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         row = squares()
         self.versions = versions
         self.exchange = Exchange(group, len(row), row.device)
-        self.decides = clip_grad > 0
+        self.loss_scale = loss_scale
+        self.decides = clip_grad > 0 or loss_scale is not None
         self.waits = self.decides or (ties is not None and bool(ties))
         self._optimizers = list(optimizers)
         for optimizer in optimizers:
             _check_steps(optimizer)
+        if loss_scale is not None and any(
+            one.dtype == torch.float16 for group in self.param_groups for one in group["params"]
+        ):
+            raise ValueError("2bw: gradients in fp16 cannot be unscaled: keep parameters in fp32, under torch.autocast")
         self._squares = squares
         self._limit = clip_grad
         self._replicas = replicas if replicas is not None and replicas.size() > 1 else None
@@ -107,15 +114,24 @@ class PlainGradients(Gradients):
             return self._squares()
 
     def outcome(self, rows: list[list[float]]) -> Outcome:
-        return Outcome(True, math.sqrt(sum(sum(piece) for piece in zip(*rows, strict=True))), None)
+        norm = math.sqrt(sum(sum(piece) for piece in zip(*rows, strict=True)))
+        if self.loss_scale is None:
+            return Outcome(True, norm, None)
+        updated = math.isfinite(norm)
+        return Outcome(updated, norm / float(self.loss_scale.submitted) if updated else None, None)
 
     def step(self, outcome: Outcome) -> None:
-        if self._limit:
-            assert outcome.grad_norm is not None, "the norm decides"
-            scaled_to(self._limit, outcome.grad_norm, self.kept)
-        with self._own.in_place():
-            for optimizer in self._optimizers:
-                optimizer.step()
+        if outcome.updated:
+            if self.loss_scale is not None:
+                unscale = self.loss_scale.submitted.double().reciprocal().float()
+                for gradient in self.kept:
+                    gradient.mul_(unscale)
+            if self._limit:
+                assert outcome.grad_norm is not None, "the norm decides"
+                scaled_to(self._limit, outcome.grad_norm, self.kept)
+            with self._own.in_place():
+                for optimizer in self._optimizers:
+                    optimizer.step()
         self._own.let_go()
 
 

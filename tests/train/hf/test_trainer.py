@@ -61,6 +61,37 @@ def test_evaluation_is_the_mean_over_labels(own: Any, ranks: list[Any]) -> None:
     assert ranks[0]["incomplete"] == ranks[1]["incomplete"] != ranks[0]["eval"][0]
 
 
+def test_fp16_is_that_of_a_loop_with_torchs_scaler(ranks: list[Any]) -> None:
+    """The first steps overflow and are skipped; the learning rate waits for them."""
+    for rank in ranks:
+        half = rank["half"]
+        assert half["scales"][0] == half["scales"][1]
+        assert half["skipped"][0]
+        assert not half["skipped"][-1]
+        for row, theirs in zip(half["log"], half["own"], strict=True):
+            assert row == pytest.approx(theirs, rel=1e-4)
+
+
+def test_metrics_are_trainers_on_all_ranks(own: Any, ranks: list[Any]) -> None:
+    """Of an evaluation whose last batch is incomplete; predictions have the lengths that the collator made."""
+    for name in ("whole", "by batch"):
+        assert 0 < own["metrics"][name]["eval_accuracy"] < 1
+        assert [rank["metrics"][name] for rank in ranks] == [own["metrics"][name]] * 2
+        assert ranks[1]["metrics"][f"{name}, shapes"] == own["metrics"][f"{name}, shapes"]
+        assert ranks[0]["metrics"][f"{name}, shapes"] == []
+
+
+def test_what_cannot_be_evaluated_or_trained_is_one_line_on_all_ranks(ranks: list[Any]) -> None:
+    for rank in ranks:
+        wrong = rank["wrong"]
+        assert wrong["no metrics"].startswith("compute_metrics: IndexError: index 100000 is out of bounds")
+        assert wrong["no labels"] == "compute_metrics: eval_dataset has no answers: give them, or name label_names="
+        assert wrong["nothing"] == "evaluate: on which data? Give eval_dataset= with a sample at least"
+        assert wrong["nothing to train"] == "train: on which data? Give train_dataset="
+        assert wrong["too few"].startswith("train_dataset: 7 samples are no batch of 8: give more, or a smaller ")
+        assert wrong["epoch"].startswith("should_epoch_stop: an epoch does not end early here: set should_training_")
+
+
 def test_what_each_rank_saved_of_its_stage_is_what_from_pretrained_loads(folder: Path, own: Any) -> None:
     assert own["wrong"] == {}
     assert own["moved"] > 1e-3

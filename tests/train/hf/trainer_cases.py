@@ -62,6 +62,40 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
     return TrainingArguments(**given | more)
 
 
+class Accuracy:
+    """The share of labels that are predicted; with `compute_result` of batch after batch."""
+
+    def __init__(self) -> None:
+        self.right = self.counted = 0
+        self.shapes: list[list[int]] = []
+
+    def __call__(self, found: Any, compute_result: bool = True) -> dict[str, Any]:
+        predicted, labels = (torch.as_tensor(one) for one in (found.predictions, found.label_ids))
+        self.shapes.append([*predicted.shape, *labels.shape])
+        counts = labels[:, 1:] != -100
+        self.right += int((predicted[:, :-1][counts] == labels[:, 1:][counts]).sum())
+        self.counted += int(counts.sum())
+        return {"accuracy": torch.tensor(self.right / self.counted)} if compute_result else {}
+
+
+def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    assert logits.shape[:2] == labels.shape
+    return logits.argmax(-1)
+
+
+def computed(make: Any) -> dict[str, Any]:
+    """Metrics of an incomplete evaluation, collected as a whole and batch by batch, by the trainer that is made."""
+    found: dict[str, Any] = {}
+    for name, more in {"whole": {"eval_accumulation_steps": 1}, "by batch": {"batch_eval_metrics": True}}.items():
+        accuracy = Accuracy()
+        trainer = make(compute_metrics=accuracy, preprocess_logits_for_metrics=likeliest, **more)
+        found[name] = {key: one for key, one in trainer.evaluate(samples(5)[:13]).items() if "accuracy" in key}
+        found[f"{name}, shapes"] = accuracy.shapes
+        if hasattr(trainer, "close"):
+            trainer.close()
+    return found
+
+
 def make(folder: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -82,8 +116,16 @@ def own(folder: Path) -> None:
     trained, other = MixtralForCausalLM.from_pretrained(folder / "trained", output_loading_info=True)
     ours, theirs = trained.state_dict(), model.state_dict()
     losses = [trainer.evaluate(samples(5)[at : at + 8])["eval_loss"] for at in (0, 8)]
+    metrics = {"compute_metrics", "preprocess_logits_for_metrics"}
+
+    def evaluating(**more: Any) -> Trainer:
+        given = {name: more.pop(name) for name in metrics}
+        args = arguments(folder, per_device_eval_batch_size=8, **more)
+        return Trainer(MixtralForCausalLM.from_pretrained(folder / "trained"), args, data_collator=longest, **given)
+
     document = {
         "log": rows[:-1],
+        "metrics": computed(evaluating),
         "eval": losses,
         "wrong": {name: sorted(map(str, found)) for name, found in other.items() if found},
         "off": max(float((ours[name] - theirs[name]).abs().max()) for name in theirs),
@@ -110,6 +152,21 @@ def pipeline(folder: Path) -> None:
     losses = [trainer.evaluate(samples(5)[at : at + 8])["eval_loss"] for at in (0, 8)]
     incomplete = trainer.evaluate(samples(5)[:3])["eval_loss"]
     trainer.save_model()
+    wrong = {
+        "no metrics": refusal(failing(folder).evaluate, samples(5)[:8]),
+        "no labels": refusal(failing(folder, label_names=["labels", "answers"]).evaluate, samples(5)[:8]),
+        "nothing": refusal(failing(folder).evaluate),
+        "nothing to train": refusal(failing(folder).train),
+        "too few": refusal(PipelineTrainer(folder / "model", arguments(folder), samples(4)[:7]).train),
+        "epoch": refusal(
+            PipelineTrainer(folder / "model", arguments(folder), samples(4), None, longest, None, [Early()]).train
+        ),
+    }
+
+    def evaluating(**more: Any) -> PipelineTrainer:
+        given = {name: more.pop(name) for name in ("compute_metrics", "preprocess_logits_for_metrics")}
+        return PipelineTrainer(folder / "trained", arguments(folder, **more), data_collator=longest, **given)
+
     held = {id(one): one for one in trainer.model.state_dict(keep_vars=True).values()}.values()
     document = {
         "log": log,
@@ -120,6 +177,9 @@ def pipeline(folder: Path) -> None:
         "held": sum(one.nbytes for one in held if not one.is_meta),
         "whole": sum(one.nbytes for one in held),
         "refused": refused,
+        "wrong": wrong,
+        "half": half(folder),
+        "metrics": computed(evaluating),
     }
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(document))
     trainer.close()
@@ -134,6 +194,65 @@ def refusal(call: Any, *given: Any, **named: Any) -> str:
     except ModelError as error:
         return str(error)
     return ""
+
+
+def half(folder: Path) -> dict[str, Any]:
+    """Trains in fp16 in a pipeline, and by a loop with torch's scaler in one process: the first step overflows."""
+    from torch.optim.lr_scheduler import LinearLR
+
+    from evenpipe.torch.hf import PipelineTrainer
+
+    args = arguments(folder, fp16=True, num_train_epochs=3, warmup_steps=0, weight_decay=0.0)
+    trainer = PipelineTrainer(folder / "model", args, samples(4), data_collator=longest)
+    trainer._pipeline(next(trainer._training_batches(2, 0)))
+    assert trainer._scaler is not None
+    trainer._scaler.update(2.0**20)
+    trainer.train()
+    log = [[row[name] for name in ("loss", "learning_rate")] for row in trainer.log_history]
+    model = MixtralForCausalLM.from_pretrained(folder / "model").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    scheduler = LinearLR(optimizer, 1.0, 0.0, total_iters=6)
+    scaler, rows, skipped = torch.amp.GradScaler("cpu", init_scale=2.0**20), samples(4), []
+    losses = []
+    for step in range(6):
+        each = [longest(rows[at : at + 2]) for at in range(step % 2 * 8, step % 2 * 8 + 8, 2)]
+        count = sum(int((one["labels"][:, 1:] != -100).sum()) for one in each)
+        optimizer.zero_grad()
+        found = 0.0
+        for one in each:
+            with torch.autocast("cpu", torch.float16):
+                loss = model(**one, num_items_in_batch=torch.tensor(count)).loss
+            found += loss.item()
+            scaler.scale(loss).backward()
+        losses.append([found, optimizer.param_groups[0]["lr"]])
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(scaler.get_scale() < before)
+        if not skipped[-1]:
+            scheduler.step()
+    scales = [trainer._scaler.get_scale(), scaler.get_scale()]
+    trainer.close()
+    return {"log": log, "own": losses, "skipped": skipped, "scales": scales}
+
+
+def failing(folder: Path, **more: Any) -> Any:
+    """Return a trainer whose metrics cannot be computed."""
+    from evenpipe.torch.hf import PipelineTrainer
+
+    def metrics(found: Any) -> dict[str, float]:
+        return {"nothing": found.predictions[100000]}
+
+    return PipelineTrainer(folder / "model", arguments(folder, **more), data_collator=longest, compute_metrics=metrics)
+
+
+class Early(TrainerCallback):
+    """Ends an epoch in its middle."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        control.should_epoch_stop = True
 
 
 class Recording(TrainerCallback):

@@ -17,10 +17,14 @@ IGNORED: Final = -100
 
 
 class Batch(NamedTuple):
-    """The tensors of a batch, and the arguments of the model's forward that are none."""
+    """The tensors of a batch, and the arguments of the model's forward that are none.
+
+    length: of its tokens before they were padded to that of a bucket; None without tokens.
+    """
 
     tensors: dict[str, Tensor]
     constants: dict[str, Any]
+    length: int | None = None
 
 
 def samples_of(dataset: Any, model: nn.Module, order: Sequence[int], kept: Sequence[str]) -> Iterator[dict[str, Any]]:

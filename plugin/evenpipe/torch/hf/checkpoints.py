@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,9 +25,12 @@ _STATE: Final = "trainer_state.json"
 
 
 def save_checkpoint(
-    folder: Path, pipeline: PlannedPipeline, model: nn.Module, optimizer: Any, scheduler: Any, state: Any, writes: bool
+    folder: Path, pipeline: PlannedPipeline, model: nn.Module, saved: Mapping[str, Any], state: Any, writes: bool
 ) -> None:
-    """Write `folder`, which gets its name when all of it is there. All ranks call it; one replica `writes`."""
+    """Write `folder`, which gets its name when all of it is there. All ranks call it; one replica `writes`.
+
+    saved: the optimizer, and whatever else has a `state_dict`, by name.
+    """
     draft = folder.with_name(f"{folder.name}.partial")
     if dist.get_rank() == 0:
         shutil.rmtree(draft, ignore_errors=True)
@@ -36,8 +40,7 @@ def save_checkpoint(
         save_pretrained(pipeline, model, draft)
         mine = {
             "names": [name for name, _ in pipeline.named_parameters()],
-            "optimizer": optimizer.state_dict(),
-            "scheduler": scheduler.state_dict(),
+            **{name: one.state_dict() for name, one in saved.items()},
             "random": _random_state(),
         }
         torch.save(mine, _file(draft, pipeline))
@@ -64,7 +67,7 @@ def resumed_from(given: str | Path | bool | None, output_dir: str) -> Path | Non
     return folder
 
 
-def load_stage(folder: Path, pipeline: PlannedPipeline, model: nn.Module, optimizer: Any, scheduler: Any) -> Any:
+def load_stage(folder: Path, pipeline: PlannedPipeline, model: nn.Module, into: Mapping[str, Any]) -> Any:
     """Take over what `save_checkpoint` wrote of this stage; return the trainer's state. Raises ModelError."""
     file = _file(folder, pipeline)
     if not file.is_file():
@@ -75,8 +78,10 @@ def load_stage(folder: Path, pipeline: PlannedPipeline, model: nn.Module, optimi
         raise ModelError(f"{file}: is of other parameters than this stage has: resume with the settings of that run")
     weights = Checkpoint(folder, model)
     pipeline.load_state_dict({name: weights[name] for name in pipeline.state_dict() if name in weights})
-    optimizer.load_state_dict(saved["optimizer"])
-    scheduler.load_state_dict(saved["scheduler"])
+    for name, one in into.items():
+        if name not in saved:
+            raise ModelError(f"{file}: has no state of the {name}: resume with the settings of that run")
+        one.load_state_dict(saved[name])
     _set_random_state(saved["random"])
     return transformers().TrainerState.load_from_json(str(folder / _STATE))
 

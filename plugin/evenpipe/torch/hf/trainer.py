@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -30,32 +31,18 @@ from evenpipe.torch.hf.batches import (
 from evenpipe.torch.hf.callbacks import Callbacks
 from evenpipe.torch.hf.checkpoints import load_stage, resumed_from, save_checkpoint
 from evenpipe.torch.hf.counting import may_count, shifts_labels
+from evenpipe.torch.hf.evaluation import Compute, Metrics
 from evenpipe.torch.hf.loading import Checkpoint, Pretrained, transformers, weightless_model
+from evenpipe.torch.hf.optimizer import adamw, step_with, weight_groups
 from evenpipe.torch.hf.plans import COUNT, Cutting, Plans, adopt
 from evenpipe.torch.hf.saving import save_pretrained
+from evenpipe.torch.hf.unsupported import refuse_unsupported
 from evenpipe.torch.planned import PlannedPipeline
 from evenpipe.torch.replicas import groups_of
+from evenpipe.torch.scaling import PipelineScaler
 
 __all__ = ["PipelineTrainer", "Trained"]
 
-#: Settings of `TrainingArguments` that would change the run, the values with which they do not, and what to do.
-_UNSUPPORTED: Final[tuple[tuple[str, tuple[Any, ...], str], ...]] = (
-    ("fp16", (False,), "use bf16=True"),
-    ("gradient_checkpointing", (False,), 'give optimize="recompute", which recomputes what a stage has no room for'),
-    ("activation_checkpointing", (False,), 'give optimize="recompute"'),
-    ("deepspeed", (None,), "use evenpipe.deepspeed"),
-    ("fsdp", (None, False, "", []), "leave it out: a pipeline shards the model already"),
-    ("optim", ("adamw_torch", "adamw_torch_fused"), "give optimizer=, a function of parameter groups"),
-    ("label_smoothing_factor", (0.0, 0), "leave it out: the model computes its loss"),
-    ("neftune_noise_alpha", (None,), "leave it out"),
-    ("train_sampling_strategy", ("random", "sequential"), "use random or sequential"),
-    ("save_strategy", ("no", "steps", "epoch"), "use steps or epoch"),
-    ("restore_callback_states_from_checkpoint", (False,), "leave it out: callbacks begin anew"),
-    ("load_best_model_at_end", (False,), "leave it out"),
-    ("torch_compile", (False,), "leave it out: stages are generated code"),
-    ("use_liger_kernel", (False,), "leave it out"),
-)
-_UNDECAYED: Final = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 #: Lengths are rounded up to buckets from this on, in tokens.
 _SHORTEST: Final = 8
 
@@ -76,7 +63,9 @@ class PipelineTrainer:
     train_dataset, eval_dataset: with a length and samples by number, alike on all ranks. data_collator: makes a batch
     of samples; left out, it pads to the longest by `processing_class` if that is given, or stacks. Lengths are rounded
     up to buckets (8, 16, 24, 32, 48, …), each with a plan of its own.
-    callbacks: transformers', called on every rank. optimizer: makes one of parameter groups; AdamW if left out.
+    callbacks: transformers', called on every rank. compute_metrics: called for the predictions of an evaluation, on the
+    last stage of the first pipeline; preprocess_logits_for_metrics on each last stage.
+    optimizer: makes one of parameter groups; AdamW if left out.
     stages: of each pipeline, all processes if left out; with fewer there are replicas, by `evenpipe.torch.replicas`.
     schedule, bpipe: a schedule that flushes. optimize, memory_gib: what stages recompute, so as to fit. data_sheet:
     the device whose times decide the cuts.
@@ -94,6 +83,8 @@ class PipelineTrainer:
         data_collator: Collator | None = None,
         processing_class: Any = None,
         callbacks: Sequence[Any] = (),
+        compute_metrics: Compute | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         *,
         stages: int | None = None,
         schedule: str = "1f1b",
@@ -104,10 +95,7 @@ class PipelineTrainer:
         optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     ) -> None:
         library = transformers()
-        for name, known, remedy in _UNSUPPORTED:
-            given = getattr(args, name, known[0])
-            if given not in known and not (name == "optim" and optimizer is not None):
-                raise ModelError(f"{name}={getattr(given, 'value', given)}: the pipeline does not do that: {remedy}")
+        refuse_unsupported(args, optimizer is not None)
         library.set_seed(args.seed)  # data sets and collators draw alike on all ranks
         device = torch.device(args.device)  # which starts torch.distributed, as transformers has it
         if not dist.is_initialized():
@@ -131,7 +119,9 @@ class PipelineTrainer:
         self._collate: Collator = data_collator
         self._micro_batches, self._micro_size = args.gradient_accumulation_steps, args.per_device_train_batch_size
         self._device = torch.device("cpu") if device.type == "cpu" else device
-        self._autocast = torch.bfloat16 if args.bf16 else None
+        self._autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        self._scaler: PipelineScaler | None = None
+        self._compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         limit = torch.cuda.mem_get_info(self._device)[1] if self._device.type == "cuda" else 1 << 50
         cutting = Cutting(
             Workload(schedule, self._micro_batches, bpipe=bpipe),
@@ -143,7 +133,7 @@ class PipelineTrainer:
         self._folder = tempfile.TemporaryDirectory(prefix="evenpipe")
         self._plans = Plans(self.model, cutting, self._device, Path(self._folder.name), self._ranks.pipeline.size())
         self._pipelines: dict[Any, tuple[PlannedPipeline, bool]] = {}
-        self._make_optimizer = optimizer or self._adamw
+        self._make_optimizer = optimizer or partial(adamw, args)
         self._callbacks = Callbacks(args, callbacks, self.model, processing_class, self._device)
 
     @property
@@ -170,7 +160,7 @@ class PipelineTrainer:
         folder = resumed_from(asked, args.output_dir)
         steps = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * per_epoch)
         pipeline, _ = self._pipeline(next(self._training_batches(per_epoch, 0)))
-        optimizer = self._make_optimizer(self._groups(pipeline))
+        optimizer = self._make_optimizer(weight_groups(self.model, pipeline, args))
         scheduler = transformers().get_scheduler(
             args.lr_scheduler_type,
             optimizer,
@@ -180,7 +170,7 @@ class PipelineTrainer:
         )
         done = 0
         if folder is not None:
-            state = load_stage(folder, pipeline, self.model, optimizer, scheduler)
+            state = load_stage(folder, pipeline, self.model, self._saved(optimizer, scheduler))
             callbacks.resume(state)
             done = state.global_step
         callbacks.begin(steps, per_epoch, optimizer, scheduler)
@@ -193,9 +183,10 @@ class PipelineTrainer:
             loss, norm = self._gradients(batch, optimizer, step)
             rate = optimizer.param_groups[0]["lr"]
             callbacks.call("on_pre_optimizer_step")
-            optimizer.step()
+            stepped = step_with(optimizer, self._scaler)
             callbacks.call("on_optimizer_step")
-            scheduler.step()
+            if stepped:
+                scheduler.step()
             unlogged.append(loss)
             callbacks.state.global_step, callbacks.state.epoch = step + 1, (step + 1) / per_epoch
             ended = ["on_step_end", *(["on_epoch_end"] if (step + 1) % per_epoch == 0 else [])]
@@ -227,25 +218,40 @@ class PipelineTrainer:
         with autocasting(self._device.type, self._autocast):
             loss = pipeline.step(self._given(batch, counts))
         pipeline.reduce_gradients(self._ranks.replicas, mean=not counts)
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
         norm = pipeline.clip_grad_norm(self.args.max_grad_norm or 0.0)
         part = torch.zeros(()) if loss is None else loss.float().cpu()
         return part / (1 if counts else self._replicas), norm
+
+    def _saved(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+        """Return, by name, what a checkpoint has the state of, beside the model and random numbers."""
+        scaling = {} if self._scaler is None else {"scaler": self._scaler}
+        return {"optimizer": optimizer, "scheduler": scheduler, **scaling}
 
     def _save_checkpoint(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         args, callbacks = self.args, self._callbacks
         folder = Path(args.output_dir) / f"checkpoint-{callbacks.state.global_step}"
         writes = self._ranks.replica == 0
-        save_checkpoint(folder, self._any_pipeline, self.model, optimizer, scheduler, callbacks.state, writes)
+        save_checkpoint(
+            folder, self._any_pipeline, self.model, self._saved(optimizer, scheduler), callbacks.state, writes
+        )
         if dist.get_rank() == 0:
             transformers().trainer_utils.rotate_checkpoints(args.output_dir, args.save_total_limit)
         callbacks.call("on_save")
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """Return `eval_loss`, the mean over all labels that count, without dropout. All ranks call it."""
+        """Return `eval_loss`, the mean over all labels that count, without dropout, and `compute_metrics`' results.
+
+        All ranks call it. Raises ModelError.
+        """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if not dataset:
             raise ModelError("evaluate: on which data? Give eval_dataset= with a sample at least")
         total, weight = 0.0, 0.0
+        computed = None
+        if self._compute_metrics is not None and not self.args.prediction_loss_only:
+            computed = Metrics(self._compute_metrics, self._preprocess, self.args, self.model, self._ranks)
         for start in range(0, len(dataset), self._batch_samples):
             numbers = range(start, min(start + self._batch_samples, len(dataset)))
             batch = self._batch(dataset, numbers)
@@ -258,7 +264,10 @@ class PipelineTrainer:
                 if count:
                     total += loss.item() * (1 if counts else count)
             weight += sum(self._counted(batch))
+            if computed is not None:
+                computed.add(found.outputs, batch, len(numbers), numbers.stop == len(dataset))
         metrics = {"eval_loss": self._sum([torch.tensor(total)]) / weight}
+        metrics |= {} if computed is None else computed.result()
         self._log(metrics)
         self._callbacks.call("on_evaluate", metrics=metrics)
         return metrics
@@ -301,13 +310,14 @@ class PipelineTrainer:
         samples = list(samples_of(dataset, self.model, numbers, self.args.label_names or ["labels"]))
         collated = split_constants(self._collate(samples))
         tensors = collated.tensors
-        tokens = tensors.get("input_ids")
+        tokens, length = tensors.get("input_ids"), None
         if tokens is not None and tokens.dim() == 2:
             config: Any = self.model.config
+            length = tokens.shape[1]
             longest = getattr(config, "max_position_embeddings", None) or 1 << 60
             to = max(min(bucket_of(tokens.shape[1], _SHORTEST), longest), tokens.shape[1])
             tensors = padded(tensors, to, {"input_ids": getattr(config, "pad_token_id", None) or 0})
-        return Batch(filled(tensors, self._batch_samples), collated.constants)
+        return Batch(filled(tensors, self._batch_samples), collated.constants, length)
 
     def _pipeline(self, batch: Batch) -> tuple[PlannedPipeline, bool]:
         """Return the pipeline for batches of this shape, and whether its model divides by the number of tokens."""
@@ -333,6 +343,9 @@ class PipelineTrainer:
                 job=dist.group.WORLD,
             )
         adopt(self.model, pipeline.parts)
+        if self._autocast == torch.float16 and self._scaler is None:
+            self._scaler = PipelineScaler(pipeline)
+        pipeline.scaler = self._scaler
         return pipeline, counts
 
     def _given(self, batch: Batch, counts: bool) -> dict[str, Tensor]:
@@ -359,25 +372,6 @@ class PipelineTrainer:
         number = self._micro_batches * self._replicas
         found = counted_labels(tensors, number)
         return [self._micro_size] * number if found is None else found
-
-    def _groups(self, pipeline: PlannedPipeline) -> list[dict[str, Any]]:
-        names: Any = transformers().trainer_pt_utils.get_parameter_names(self.model, [nn.LayerNorm], _UNDECAYED)
-        decayed = set(names)
-        mine = [(name, one) for name, one in pipeline.named_parameters() if one.requires_grad]
-        return [
-            {"params": [one for name, one in mine if name in decayed], "weight_decay": self.args.weight_decay},
-            {"params": [one for name, one in mine if name not in decayed], "weight_decay": 0.0},
-        ]
-
-    def _adamw(self, groups: Any) -> torch.optim.Optimizer:
-        args = self.args
-        return torch.optim.AdamW(
-            groups,
-            lr=args.learning_rate,
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_epsilon,
-            fused=args.optim == "adamw_torch_fused",
-        )
 
     def _sum(self, parts: Sequence[Tensor]) -> float:
         """Return the sum over all ranks of what each has, which is zero but on last stages."""
