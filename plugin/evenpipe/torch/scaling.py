@@ -24,7 +24,8 @@ class PipelineScaler(torch.amp.GradScaler):
     def __init__(self, pipeline: Pipeline, **arguments: Any) -> None:
         super().__init__(pipeline.device.type, **arguments)
         if pipeline.versions is not None:
-            raise ValueError("2bw: a batch's scale would be known after the next has begun: train in bf16 or fp32")
+            name = pipeline.program.schedule.name
+            raise ValueError(f"{name}: a batch's scale would be known after the next has begun: train in bf16 or fp32")
         self._pipeline = pipeline
         if self.is_enabled():
             self._lazy_init_scale_growth_tracker(pipeline.device)
