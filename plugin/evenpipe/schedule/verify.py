@@ -197,7 +197,8 @@ def most_drift(stages: int, stage: int, micro_batches: int) -> int:
     """Return PACI's bound: the most updates of ``stage`` between a micro-batch's forward and its backward.
 
     1F1B has at most p − s micro-batches in flight on stage s, so that p − s − 1 backwards lie between, of which every
-    a-th ends in an update: ⌈(p − s − 1)/a⌉, on stage 0 the Δ_max ≤ ⌈(N − 1)/a⌉ of PACI (arXiv 2606.07881).
+    a-th ends in an update: ⌈(p − s − 1)/a⌉. Derived here; on stage 0 it is the Δ_max ≤ ⌈(N − 1)/a⌉ that summaries of
+    the paper (arXiv 2606.07881) quote, whose own text was not at hand.
     """
     return -(-(stages - stage - 1) // micro_batches)
 
