@@ -225,9 +225,9 @@ def test_time_to_loss():
     shown = document("time_to_loss.py", "--iterations", "20", "--lr", "4e-3", "--repeats", "2", "--optimizers", "adam")
     assert shown["name"] == "time_to_loss"
     rules = {entry["rule"]: entry for entry in shown["results"]}
-    assert list(rules) == ["1f1b", "2bw", "weight-prediction", "nesterov", "error-feedback"]
+    assert list(rules) == ["1f1b", "2bw", "weight-prediction", "nesterov", "error-feedback", "paci"]
     assert rules["1f1b"]["share_of_flush"] == pytest.approx(1)
-    assert len({entry["loss"] for entry in rules.values()}) == 5
+    assert len({entry["loss"] for entry in rules.values()}) == 6
     assert rules["1f1b"]["loss"] < rules["2bw"]["loss"], "gradients that are a batch late cost something"
 
 

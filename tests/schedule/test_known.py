@@ -78,6 +78,7 @@ def test_each_is_found_by_its_name() -> None:
         "interleaved",
         "interleaved-zb",
         "kfkb",
+        "paci",
         "v-half",
         "v-min",
         "zb-h1",

@@ -213,5 +213,16 @@ def test_more_in_flight_than_2bw_allows():
     assert "stage 1 has 2 micro-batches in flight; 2bw allows 1" in refused(schedule)
 
 
-def test_only_2bw_updates():
-    assert "U0 is an update, and only streams of batches have them" in refused(Schedule.parse(["F0 B0 U0"]))
+def test_updates_in_place():
+    """With one weight version a stage updates after its own last backward of a batch, before the next one's first."""
+    verify(Schedule.parse(["F0 F1 B0 B1 U0"]))
+    assert "U0 comes before the last backward of batch 0" in refused(["F0 U0 B0"])
+    row, head = "F0 B0 U0 F1 B1 U1", {"micro_batches": 1, "batches": 2, "bound": 4}
+    verify(replace(Schedule.parse([row]), **head))
+    for wrong, said in {
+        "F0 F1 B0 B1 U0 U1": "B1 comes before U0, whose gradients its own would be added to",
+        "F0 B0 U0 F1 B1": "U1 is missing",
+        "F0 B0 U1 F1 B1 U0": "U1 comes where U0 was expected",
+        "F0 F1 B0 U0 B1 U1": "B1 comes 1 updates after its forward; paci allows 0 on this stage",
+    }.items():
+        assert said in refused(replace(Schedule.parse([wrong]), **head))

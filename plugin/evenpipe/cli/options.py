@@ -197,7 +197,8 @@ def write_reports(arguments: Namespace, timelines: Sequence[Timeline], peaks: St
     write("--trace", arguments.trace, lambda path: write_atomically(path, json.dumps(perfetto_trace(timelines[-1]))))
 
 
-def write_simulated(arguments: Namespace, simulation: Simulation, title: str, micro_batches: int) -> None:
-    """The same for a simulation, with the peak of every stage in live units; `micro_batches` are those of a batch."""
+def write_simulated(arguments: Namespace, simulation: Simulation, title: str, schedule: Schedule) -> None:
+    """The same for a simulation of `schedule`, with the peak of every stage in live units."""
     peaks = StageMemory("peak of saved activations", "live units", tuple(s.peak_live for s in simulation.stages))
-    write_reports(arguments, [Timeline.of(simulation, title, micro_batches)], peaks)
+    of_batch = schedule.micro_batches if schedule.weight_versions > 1 else None
+    write_reports(arguments, [Timeline.of(simulation, title, of_batch)], peaks)

@@ -72,7 +72,7 @@ def _run(arguments: Namespace) -> None:
             backward_ms=(_BACKWARD_MS * schedule.chunks,) * schedule.stages,
             wires={"evict": transfer, "load": transfer},
         )
-        write_simulated(arguments, simulate(program, costs), title, schedule.micro_batches)
+        write_simulated(arguments, simulate(program, costs), title, schedule)
     if arguments.json:
         print(json.dumps(_document(schedule, bpipe)))
         return

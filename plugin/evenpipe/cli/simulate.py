@@ -121,7 +121,7 @@ def _run(arguments: Namespace) -> None:
     except SimulationError as error:
         raise UsageError(in_flags(error)) from error
     title = title_of(schedule, arguments.bpipe or any(schedule.evictions))
-    write_simulated(arguments, simulation, title, schedule.micro_batches)
+    write_simulated(arguments, simulation, title, schedule)
     if arguments.json:
         on_devices = {} if on_devices_ms is None else {"on_devices_ms": on_devices_ms}
         print(json.dumps(simulation_document(program, costs, simulation) | on_devices))

@@ -1,4 +1,4 @@
-"""WeightVersions: two versions of a stage's parameters, each in memory of its own."""
+"""WeightVersions: two versions of a stage's parameters, each in memory of its own; or one, written in place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from evenpipe.runtime.saved import Geometry
+from evenpipe.schedule import required_version
 
 __all__ = ["Alias", "WeightVersions"]
 
@@ -43,6 +44,9 @@ class WeightVersions:
     The second memory is one copy of the storages that `parameters` lie in. `others` are further tensors, and `aliases`
     attributes, that lie in the same storages and that the optimizer reads or writes (shards, flat buffers): they always
     point at the newest version. Tensors elsewhere are left alone. `buffers` have versions as parameters have.
+
+    in_place: each version is written over the one before, in the parameters' own memory (PACI). A backward uses the
+    newest where its forward saved the parameter, and an older one where that saved a copy, such as autocast's cast.
     """
 
     def __init__(
@@ -51,13 +55,14 @@ class WeightVersions:
         others: Iterable[Tensor] = (),
         aliases: Iterable[Alias] = (),
         buffers: Iterable[Tensor] = (),
+        in_place: bool = False,
     ) -> None:
         trained = {id(tensor): tensor for tensor in parameters}
         self._trained = len(trained)
         self._parameters = [*trained.values(), *buffers]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._parameters}
-        copies = {address: _copy_of(storage) for address, storage in storages.items()}
-        self._memories = tuple((storages[address], copies[address]) for address in storages)
+        copies = storages if in_place else {address: _copy_of(storage) for address, storage in storages.items()}
+        self._memories = () if in_place else tuple((storages[address], copies[address]) for address in storages)
 
         def view(alias: Alias, tensor: Tensor) -> _View:
             address, geometry = tensor.untyped_storage()._cdata, Geometry.of(tensor)
@@ -74,6 +79,7 @@ class WeightVersions:
             if tensor is not None and tensor.untyped_storage()._cdata in storages:
                 self._written.append(view(alias, tensor))
         self._stepped = tuple({id(tensor): tensor for tensor in (*self._parameters, *inside)}.values())
+        self.in_place = in_place
         self.latest = 0
         self.peak = 1
         self._swap = 0  # version v is in memory (v + swap) % 2
@@ -88,6 +94,10 @@ class WeightVersions:
     def memory(self) -> list[Tensor]:
         """Return the parameters of both versions."""
         return [tensor for view in self._used for tensor in view.tensors]
+
+    def needed(self, batch: int) -> int:
+        """Return the version that a micro-batch of `batch` is computed with now."""
+        return self.latest if self.in_place else required_version(batch)
 
     def use(self, version: int) -> None:
         """Point the parameters at `version`: the newest, or the one before."""
@@ -112,17 +122,19 @@ class WeightVersions:
         for memories in self._memories:
             memories[new].copy_(memories[old], non_blocking=True)
         self.latest += 1
-        self.peak = 2
+        self.peak = 1 if self.in_place else 2
         self.use(self.latest)
         for view in self._written:
             view.point_at(new)
         with _unsafe_preserve_version_counter(self._stepped):
             yield
+        if self.in_place:
+            torch.clear_autocast_cache()
         for view in (*self._used, *self._written):
             if getattr(*view.alias).data_ptr() != view.tensors[new].data_ptr():
                 raise RuntimeError(
-                    "2bw: the optimizer has given a parameter other memory instead of changing it in place, so that "
-                    "there would be no two versions of it: use an optimizer that writes in place"
+                    f"{'paci' if self.in_place else '2bw'}: the optimizer has given a parameter other memory instead "
+                    "of changing it in place, so that its versions would be lost: use an optimizer that writes in place"
                 )
 
     def tensors(self, version: int) -> list[Tensor]:
@@ -148,7 +160,7 @@ class WeightVersions:
             self.peak = 2
 
     def _memory_of(self, version: int) -> int:
-        return (version + self._swap) % 2
+        return 0 if self.in_place else (version + self._swap) % 2
 
 
 def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -16,7 +16,7 @@ from evenpipe.schedule.bpipe import balance
 from evenpipe.schedule.known import find, own
 from evenpipe.schedule.lower import Program
 from evenpipe.schedule.order import Queues
-from evenpipe.schedule.passes import Level, LevelsOfStages, Swaps, with_swaps, with_updates
+from evenpipe.schedule.passes import Level, LevelsOfStages, Swaps, with_swaps, with_updates, with_updates_in_place
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import Need, Size, Spec
 from evenpipe.schedule.topology import loop
@@ -42,6 +42,7 @@ NEEDS: Final[Mapping[Need, str]] = MappingProxyType(
         "split": "backwards in two halves",
         "groups": "groups of micro-batches",
         "stream": "batches without a flush between",
+        "in_place": "steps that each stage makes by itself, in place",
         "swap": "tensors swapped to host memory",
         "recompute": "parts of the model computed again",
         "times": "an order for the run's own times (`evenpipe schedule --schedule searched --costs COSTS.json --out "
@@ -112,6 +113,8 @@ def build(spec: Spec | str, size: Size, bpipe: bool = False, queues: Queues = "m
     update_follows = spec.update_follows
     if update_follows is not None:
         schedule = with_updates(schedule, lambda batch: update_follows(size, batch))
+    elif "in_place" in spec.needs:
+        schedule = with_updates_in_place(schedule)
     _check_needs(spec, schedule)
     return verify(with_swaps(schedule, swaps), bpipe, queues, spec.fused)
 
@@ -232,6 +235,8 @@ def _needs_of(schedule: Schedule) -> Iterator[Need]:
     of_batch = any(row.of_batch for row in KINDS.values() if row.letter in kinds)
     if schedule.batches > 1 or schedule.weight_versions > 1 or of_batch:
         yield "stream"
+    if of_batch and schedule.weight_versions == 1:
+        yield "in_place"
     if kinds & OWN_ENDS:
         yield "swap"
     if schedule.recomputed:
@@ -264,5 +269,5 @@ def check_offers(spec: Spec, offers: frozenset[Need], engine: str, swap: float |
             f"schedule={spec.name}: needs {' and '.join(missing)}, which {engine} does not offer: choose one of "
             f"{', '.join(offered(offers))}"
         )
-    if "stream" in spec.needs and spec.update_follows is None:
+    if "stream" in spec.needs and not spec.goes_on:
         raise ScheduleError(f"schedule={spec.name}: ends with its last batch, and a run goes on: choose 2bw")

@@ -243,7 +243,7 @@ def check_order(order: Order) -> None:
         (partners, places[partners] != places[wiring.senders[partners]]),
     )
     _refuse_first(schedule, [(numbers, wrong, no_place) for numbers, wrong in faults])
-    if table.of_batch.any():
+    if schedule.weight_versions > 1 and table.of_batch.any():
         check_gatherings(order, order.batches, schedule.micro_batches)
 
 

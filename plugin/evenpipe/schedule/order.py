@@ -107,8 +107,8 @@ def walk(
 
     ``ticks``: how long each action takes. ``awaited``: per action, others that must be over before it (-1: none); and
     for the first of these, how much ``later`` than that it may begin. ``mates``: of a transfer between partners, the
-    other end, which its stage has to have come to; of other actions, themselves. An update awaits all stages' compute
-    of its batch.
+    other end, which its stage has to have come to; of other actions, themselves. With two weight versions, an update
+    awaits all stages' compute of its batch.
 
     Raises :class:`ScheduleError` where stages wait for one another in a circle: this is where that is found out.
     """
@@ -121,7 +121,8 @@ def walk(
     delay[:-1] = later
     stage_of = np.append(table.stage, 0)
     mate = None if mates is None else np.append(mates, count)
-    batches = _Batches(schedule) if table.of_batch.any() else None
+    gathers = schedule.weight_versions > 1 and table.of_batch.any()
+    batches = _Batches(schedule) if gathers else None
     ends, places = np.zeros((2, count + 1), np.int64)
     over = np.zeros(count + 1, bool)
     over[count] = True
@@ -274,7 +275,7 @@ class Order:
     def _gatherings(self) -> Column:
         table, gathered = self.wiring.schedule.table, self._walk.batches.copy()
         updates = np.flatnonzero(table.of_batch)
-        if len(updates):
+        if len(updates) and len(gathered):
             before = np.full(len(gathered), _NEVER)
             np.minimum.at(before, table.micro_batch[updates], self.places[updates - 1])
             gathered = np.maximum(gathered, before)

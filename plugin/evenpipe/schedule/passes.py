@@ -41,6 +41,7 @@ __all__ = [
     "whole_and_away",
     "with_swaps",
     "with_updates",
+    "with_updates_in_place",
 ]
 
 #: Which units of a stage swap: none; those that gain by it, beside compute; or, for the least memory, every unit that
@@ -90,6 +91,23 @@ def with_updates(schedule: Schedule, update_follows: Callable[[int], int]) -> Sc
     last = Action(UPDATE, schedule.batches - 1)
     rows = tuple((*_insert(row, updates), last) for row in schedule.actions)
     return replace(schedule, actions=rows, weight_versions=2)
+
+
+def with_updates_in_place(schedule: Schedule) -> Schedule:
+    """Return ``schedule`` in which each stage updates its only weights right after its own last backward of a batch."""
+    count = schedule.micro_batches * schedule.chunks
+
+    def updated(row: tuple[Action, ...]) -> Iterator[Action]:
+        left = [count] * schedule.batches
+        for action in row:
+            yield action
+            if action.kind in FINISHING:
+                batch = batch_of(action.micro_batch, schedule.micro_batches)
+                left[batch] -= 1
+                if not left[batch]:
+                    yield Action(UPDATE, batch)
+
+    return replace(schedule, actions=tuple(tuple(updated(row)) for row in schedule.actions))
 
 
 def _insert(row: tuple[Action, ...], updates: dict[int, Action]) -> Iterator[Action]:

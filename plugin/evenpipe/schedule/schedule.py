@@ -41,7 +41,8 @@ class Schedule:
     plus accepted, those in flight counted on both sides; ``bounds`` has one a stage, where they differ.
     ``group_size`` is kFkB's k: so many forwards, or backwards, in a row; interleaved ones go by it through
     the chunks (1: as many as there are stages); other schedules group nothing.
-    ``weight_versions``: 1, or 2 where batches do not wait for the weights of the batch before (PipeDream-2BW).
+    ``weight_versions``: 1, or 2 where batches do not wait for the weights of the batch before (PipeDream-2BW). With 1
+    and updates, a micro-batch's weights may change between its forward and its backward (PACI).
     ``places`` says where the model's parts are; chunk by chunk over the stages, if it is left out.
     ``recomputed``: the positions of parts that save their input only, and are computed again before their input
     gradient.

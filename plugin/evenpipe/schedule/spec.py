@@ -22,7 +22,7 @@ from evenpipe.schedule.topology import Places, loop
 
 __all__ = ["DelayCorrection", "Drawing", "Need", "Size", "Spec", "alternate", "halved", "units"]
 
-Need = Literal["chunks", "vee", "split", "groups", "stream", "swap", "recompute", "times"]
+Need = Literal["chunks", "vee", "split", "groups", "stream", "in_place", "swap", "recompute", "times"]
 #: What is done about gradients that are a batch late, under a schedule without flushes.
 DelayCorrection = Literal["none", "error-feedback", "weight-prediction", "nesterov"]
 
@@ -59,7 +59,8 @@ class Spec:
     chunks: fewest and most model chunks a stage (None: any number); a schedule with a fixed number takes no other.
     needs: what an engine must offer: "chunks" (several a stage), "vee" (parts of the model placed otherwise than chunk
     by chunk over the stages), "split" (backwards in two halves), "groups" (micro-batches in a row: several receives
-    posted on a link), "stream" (no flush between batches), "swap" (tensors to host memory and back), "recompute"
+    posted on a link), "stream" (no flush between batches), "in_place" (of a stream: one weight version, which a stage
+    steps by itself after its own last backward of a batch), "swap" (tensors to host memory and back), "recompute"
     (parts computed again before their input gradient), "times" (those of the run are measured, and an order is made for
     them).
     needs_at_some: what else it needs at some sizes only, for which nobody is asked who does not ask for them.
@@ -108,6 +109,11 @@ class Spec:
             needs=needs,
             table=schedule,
         )
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether it says, without flushes, how a run goes on from batch to batch."""
+        return self.update_follows is not None or ("in_place" in self.needs and self.table is None)
 
     def needed(self, chunks: int) -> frozenset[Need]:
         """Return what an engine must offer for so many model chunks a stage."""

@@ -66,17 +66,22 @@ class Stream:
         queues: Queues = "many",
         swaps: Swaps = (),
     ) -> None:
-        if spec.update_follows is None:
+        if not spec.goes_on:
             raise ScheduleError(f"schedule={spec.name}: flushes, or ends with its last batch: choose 2bw")
         self._size = spec.fitted(Size(stages, micro_batches))
         self._update_follows = spec.update_follows
+        if self._update_follows is None and micro_batches < stages:
+            raise ScheduleError(
+                f"micro_batches={micro_batches}: a run under {spec.name} needs at least as many as there are stages "
+                f"({stages}), since data is read one batch ahead: use {stages} or more"
+            )
         self._name = spec.name
         self.stages = stages
         self.micro_batches = micro_batches
         self._bpipe = bpipe
         self._first = 2 * stages  # a forward in the steady state of every stage
         self._last = self._first + 2 * max(map(self._period, range(stages)))
-        flushing = replace(spec, update_follows=None)
+        flushing = replace(spec, update_follows=None, needs=spec.needs - {"stream", "in_place"})
         self.program: Program = build(flushing, Size(stages, self._last + stages + 4), bpipe, queues, swaps)
         for stage in range(stages):
             self._check_compute(stage)
@@ -91,9 +96,12 @@ class Stream:
 
         Forwards reach into the batch after. The update of the batch before is finished where ``Spec.update_follows``
         says, or, with ``update_early``, before the first backward: for a stage that need not wait for others to update.
+        Of a schedule that updates in place, the batch's own update comes last.
         """
         first, last = batch * self.micro_batches, (batch + 1) * self.micro_batches - 1
         steps = [self._of_batches(step) for step in self._endless[stage].between(first - 1, last)]
+        if self._update_follows is None:
+            return [*steps, Step((), (), Action(UPDATE, batch))]
         if batch == 0:
             return steps
         after = first + self.stages - 1 - stage if update_early else self._update_follows(self._size, batch - 1)

@@ -14,6 +14,7 @@ from evenpipe.schedule.actions import (
     COMPUTE,
     DONE,
     FINISHING,
+    FORWARD,
     KINDS,
     STATES,
     UNKNOWN,
@@ -23,16 +24,17 @@ from evenpipe.schedule.actions import (
     Kind,
     ScheduleError,
     State,
+    Unit,
 )
 from evenpipe.schedule.lower import Program, check_order, lower
 from evenpipe.schedule.order import Clock, Queues
-from evenpipe.schedule.passes import required_version
+from evenpipe.schedule.passes import batch_of, required_version
 from evenpipe.schedule.schedule import Fault, Schedule, marked
 from evenpipe.schedule.table import Column, by_kind, following, own_peak
 from evenpipe.schedule.topology import partner
 from evenpipe.schedule.wiring import Wiring
 
-__all__ = ["reordered", "verify", "verify_actions"]
+__all__ = ["most_drift", "reordered", "verify", "verify_actions"]
 
 _STATES = tuple(STATES)
 
@@ -57,6 +59,9 @@ def verify(schedule: Schedule, pairs: bool = False, queues: Queues = "many", fus
 
     Of (5), that there is one order of all actions, messages, gatherings and updates is proven here; that a stage's
     steps keep to it, when they are made: :attr:`Program.steps` raises the same error.
+
+    With updates and one weight version, (6) is PACI's rule: a stage updates after its own last backward of a batch, and
+    between a micro-batch's forward and backward lie no more updates than :func:`most_drift` allows.
     """
     verify_actions(schedule)
     program = lower(schedule, pairs, queues, fused)
@@ -121,7 +126,6 @@ def _check_actions(schedule: Schedule) -> None:
     )
     state = np.maximum(0, following(_LEAVES[kind], table.previous))
     faults = (
-        (of_batch & (schedule.weight_versions < 2), "is an update, and only streams of batches have them"),
         (of_batch & ((table.chunk != 0) | (evictor != -1)), "names a part of a batch, and an update is of all of it"),
         (~of_batch & ~within, f"is not one of {micro_batches} micro-batches × {chunks} chunks"),
         (guest & ((evictor != other) | (stage <= other)), "names an evictor that is not the partner of stage {stage}"),
@@ -140,7 +144,12 @@ def _check_actions(schedule: Schedule) -> None:
             raise Fault(f"{row[step]} {faults[first[1]][1].format(stage=number, state=said)}", number, step)
         if missing[number]:
             raise Fault(f"{_missing(schedule, row)} is missing", number, len(row) - 1)
-        if schedule.weight_versions > 1 and (fault := _version_fault(schedule, number)) is not None:
+        fault = None
+        if schedule.weight_versions > 1:
+            fault = _version_fault(schedule, number)
+        elif of_batch.any():
+            fault = _drift_fault(schedule, number)
+        if fault is not None:
             raise Fault(fault[1], number, fault[0])
 
 
@@ -184,6 +193,49 @@ def _check_links(wiring: Wiring) -> None:
     raise Fault(reason, wrong.link.target, (wrong.taker if wrong.taker >= 0 else rows.stop - 1) - rows.start)
 
 
+def most_drift(stages: int, stage: int, micro_batches: int) -> int:
+    """Return PACI's bound: the most updates of ``stage`` between a micro-batch's forward and its backward.
+
+    1F1B has at most p − s micro-batches in flight on stage s, so that p − s − 1 backwards lie between, of which every
+    a-th ends in an update: ⌈(p − s − 1)/a⌉. Derived here; on stage 0 it is the Δ_max ≤ ⌈(N − 1)/a⌉ that summaries of
+    the paper (arXiv 2606.07881) quote, whose own text was not at hand.
+    """
+    return -(-(stages - stage - 1) // micro_batches)
+
+
+def _drift_fault(schedule: Schedule, stage: int) -> tuple[int, str] | None:
+    """The first step of ``stage`` that breaks PACI's rule, and how; None without a fault."""
+    allowed = most_drift(schedule.stages, stage, schedule.micro_batches)
+    updated, forwarded_at = 0, dict[Unit, int]()
+    unfinished = [schedule.micro_batches * schedule.chunks] * schedule.batches
+    row = schedule.actions[stage]
+    for step, action in enumerate(row):
+        if action.kind == UPDATE:
+            if (fault := _update_fault(action, updated, unfinished)) is not None:
+                return step, fault
+            updated += 1
+        elif action.kind == FORWARD:
+            forwarded_at[action.unit] = updated
+        elif action.kind in COMPUTE:
+            batch = batch_of(action.micro_batch, schedule.micro_batches)
+            if batch > updated:
+                return step, f"{action} comes before U{updated}, whose gradients its own would be added to"
+            if (drift := updated - forwarded_at[action.unit]) > allowed:
+                return step, f"{action} comes {drift} updates after its forward; paci allows {allowed} on this stage"
+            unfinished[batch] -= action.kind in FINISHING
+    return None if updated == schedule.batches else (len(row) - 1, f"U{updated} is missing")
+
+
+def _update_fault(action: Action, updated: int, unfinished: Sequence[int]) -> str | None:
+    """What is wrong with an update that comes after ``updated`` others; ``unfinished``: units left of each batch."""
+    batch, batches = action.micro_batch, len(unfinished)
+    if not 0 <= batch < batches:
+        return f"{action} is the update of none of {batches} batches"
+    if batch != updated:
+        return f"{action} comes where U{updated} was expected"
+    return f"{action} comes before the last backward of batch {batch}" if unfinished[batch] else None
+
+
 def _version_fault(schedule: Schedule, stage: int) -> tuple[int, str] | None:
     """The first step of ``stage`` that breaks the version rule of PipeDream-2BW §3.1, and how; None without a fault.
 
@@ -196,13 +248,8 @@ def _version_fault(schedule: Schedule, stage: int) -> tuple[int, str] | None:
     unfinished = [micro_batches * schedule.chunks] * batches
     for step, action in enumerate(row):
         if action.kind == UPDATE:
-            batch = action.micro_batch
-            if not 0 <= batch < batches:
-                return step, f"{action} is the update of none of {batches} batches"
-            if batch != updated:
-                return step, f"{action} comes where U{updated} was expected"
-            if unfinished[batch]:
-                return step, f"{action} comes before the last backward of batch {batch}"
+            if (fault := _update_fault(action, updated, unfinished)) is not None:
+                return step, fault
             updated += 1
         elif action.kind in COMPUTE:
             batch = action.micro_batch // micro_batches

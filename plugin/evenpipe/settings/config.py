@@ -144,6 +144,11 @@ class EvenPipeConfig(BaseModel):
         return "stream" in self.spec.needs
 
     @property
+    def delayed(self) -> bool:
+        """Return whether weights have two versions, and gradients are a batch late."""
+        return self.streams and "in_place" not in self.spec.needs
+
+    @property
     def measures(self) -> bool:
         """Return whether the run goes by times and memory that it measures."""
         return self.group_size == "auto" or "times" in self.spec.needs

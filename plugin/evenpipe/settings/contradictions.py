@@ -108,13 +108,13 @@ CONTRADICTIONS: Final = (
     ),
     Contradiction(
         "one_version",
-        lambda config: config.one_version and not config.streams,
+        lambda config: config.one_version and not config.delayed,
         "only {schedule:2bw} has two weight versions",
         "use that, or leave {one_version} out",
     ),
     Contradiction(
         "delay_correction",
-        lambda config: config.delay_correction != "none" and not config.streams,
+        lambda config: config.delay_correction != "none" and not config.delayed,
         "only {schedule:2bw} has gradients that are a batch late",
         "use that, or leave {delay_correction} out",
     ),

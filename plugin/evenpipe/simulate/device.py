@@ -183,7 +183,7 @@ class Device:
         through: list[int] = []
         for at, (kind, what, follows) in enumerate(calls):
             under_way = [*last_compute, *last_of.values()] if environment.synchronises(calls, at) else []
-            if kind == "update":
+            if kind == "update" and what in complete:  # in place, a step takes the stage's own gradients alone
                 under_way.append(complete[what])
             enqueued = [self._event([*enqueued, *under_way])]
             cost = KINDS[what.kind].cost if isinstance(what, Action) else None

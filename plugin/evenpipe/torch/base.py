@@ -102,7 +102,8 @@ class Pipeline(ABC):
             schedule = with_swaps(schedule, GAINING)
         self.program = program = verify(schedule, program.pairs, connections.queues)
         #: Both versions of the weights, where batches are not flushed.
-        self.versions = WeightVersions(self.parameters()) if streams else None
+        in_place = "in_place" in needs_of(schedule)
+        self.versions = WeightVersions(self.parameters(), in_place=in_place) if streams else None
         weights = [*self.parameters(), *(self.versions.memory if self.versions is not None else ())]
         self.executor = Executor(self.stage, connections, device, weights, observer, measure or program.pairs)
         self.executor.swap(swap)
@@ -129,15 +130,15 @@ class Pipeline(ABC):
         replicas: dist.ProcessGroup | None = None,
         delay_correction: DelayCorrection = "none",
     ) -> TwoBWTraining:
-        """Train under a schedule without flushes, 2bw: iterate over what is returned, a batch at a time.
+        """Train under a schedule without flushes, 2bw or paci: iterate over what is returned, a batch at a time.
 
         batches: each what `step` takes (of several arguments a tuple); read one ahead. optimizer: of this stage's
         parameters, or several (Muon for matrices and AdamW for the rest). The returned iterator steps them and lets go
         of the gradients: the loop must not. clip_grad: the largest norm of the gradients of all stages; 0: any.
         replicas: the processes with this stage in other pipelines, whose gradients' mean is taken. delay_correction:
         what is done about late gradients (docs/2bw.md), alike on all stages. With a `PipelineScaler`, losses are scaled
-        and steps that overflow are skipped. Another call begins anew, with both
-        versions the newest weights. Raises ValueError for a program that flushes.
+        and steps that overflow are skipped. Another call begins anew, with both versions the newest weights. Raises
+        ValueError for a program that flushes, and under paci for what makes a step wait for other stages.
         """
         if self.versions is None:
             raise ValueError(f"program: {self.program.schedule.name} flushes after every batch: call step")

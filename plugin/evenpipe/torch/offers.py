@@ -8,7 +8,7 @@ from evenpipe.schedule import Need
 
 __all__ = ["MODULE_OFFERS", "PLANNED_OFFERS"]
 
-_BOTH: Final[frozenset[Need]] = frozenset(["chunks", "groups", "split", "stream", "vee"])
+_BOTH: Final[frozenset[Need]] = frozenset(["chunks", "groups", "in_place", "split", "stream", "vee"])
 MODULE_OFFERS: Final[frozenset[Need]] = _BOTH | {"recompute"}
 #: What is recomputed, its plan says.
 PLANNED_OFFERS: Final[frozenset[Need]] = _BOTH | {"swap"}

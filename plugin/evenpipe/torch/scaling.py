@@ -25,6 +25,9 @@ class PipelineScaler(torch.amp.GradScaler):
 
     def __init__(self, pipeline: Pipeline, **arguments: Any) -> None:
         super().__init__(pipeline.device.type, **arguments)
+        if pipeline.versions is not None and pipeline.versions.in_place:
+            name = pipeline.program.schedule.name
+            raise ValueError(f"{name}: a stage's step waits for no other's overflow: train in bf16 or fp32")
         self._pipeline = pipeline
         if self.is_enabled():
             self._lazy_init_scale_growth_tracker(pipeline.device)

@@ -65,6 +65,12 @@ class PlainGradients(Gradients):
         self._limit = clip_grad
         self._replicas = replicas if replicas is not None and replicas.size() > 1 else None
         self._ties = ties
+        if versions.in_place and self.waits:
+            what, remedy = ("clip_grad", "give 0") if self.decides else ("weights tied over stages", "untie them")
+            raise ValueError(
+                f"{what}: under paci each stage steps by itself after its own last backward, and this step would wait "
+                f"for stages that end the batch later: {remedy}, or use schedule 2bw"
+            )
         self._own = ParameterGradients()
         self._works: list[dist.Work] = []
 
@@ -163,6 +169,7 @@ class TwoBWPipeline(Protocol):
     """The pipeline, as far as `TwoBWTraining` needs it."""
 
     program: Program
+    versions: WeightVersions | None
     executor: Executor
     chunks: list[nn.Module]
     batches: int
@@ -185,7 +192,8 @@ class TwoBWTraining(Iterator[Tensor | None]):
 
     Micro-batches of the next batch are forwarded before the present one's last backwards, so that `batches` is read
     one batch ahead. Batch t's step, with the learning rate that the optimizer has when its loss is given, is finished
-    while batch t + 1 runs: W(t+1) = W(t) - step of the gradients at W(t-1). When `batches` have ended, or `drain` is
+    while batch t + 1 runs: W(t+1) = W(t) - step of the gradients at W(t-1). Under paci it is made when the loss is
+    given, with the learning rate that the optimizer had before (`TwoBW`). When `batches` have ended, or `drain` is
     called (by all ranks alike), all steps are made.
     """
 
@@ -202,6 +210,11 @@ class TwoBWTraining(Iterator[Tensor | None]):
         self._batches = iter(batches)
         self._sizes = schedule.stages, schedule.micro_batches
         self._buffers = _Buffers(pipeline.chunks)
+        if delay_correction != "none" and pipeline.versions is not None and pipeline.versions.in_place:
+            raise ValueError(
+                f"delay_correction={delay_correction}: corrects gradients that are a batch late, and those of paci are "
+                "not: leave it out"
+            )
         paired, swaps = bool(pipeline.program.pairs), swapping(schedule)
         self.two_bw = TwoBW(gradients, find(schedule.name), paired, swaps, [self._buffers], delay_correction)
         self._ahead: Sequence[Any] | None = None

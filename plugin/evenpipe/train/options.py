@@ -62,6 +62,8 @@ _PLANNED: Final = {
     "precision": attrgetter("origin.precision"),
     **{name: attrgetter(name) for name in ("micro_batches", "chunks", "schedule", "group_size", "bpipe")},
 }
+#: Of schedules whose stages step by themselves, which no norm of all gradients can hold up.
+_NOT_CLIPPED: Final = {"paci": {"clip_grad": 0.0}}
 #: What there is no choice of where a plan's model is trained.
 _OF_THE_PLANS_MODEL: Final = ("model", "layers", "hidden", "heads", "seq_length", "untie_embeddings", "data")
 #: What Megatron's own functions carry out.
@@ -152,6 +154,14 @@ def _schedule_exists(options: TrainOptions) -> None:
         raise ValueError(line if line.startswith(asked) else re.sub(r"^--schedule \S+:", f"{asked}:", line)) from None
 
 
+def _steps_alone(options: TrainOptions) -> None:
+    if options.in_place and options.clip_grad > 0:
+        raise ValueError(
+            f"--clip-grad {options.clip_grad:g}: the norm is of all stages' gradients, and under --schedule "
+            f"{options.schedule} a stage steps before the stages ahead of it have ended the batch: leave it out"
+        )
+
+
 def _settings_go_together(options: TrainOptions) -> None:
     shared = ("schedule", "bpipe", "group_size", "retune_interval", "memory_gib", "delay_correction")
     config = EvenPipeConfig.of(**{setting: getattr(options, setting) for setting in shared})
@@ -221,6 +231,7 @@ RULES: Final = (
     _schedule_exists,
     _model_fits_its_ranks,
     _settings_go_together,
+    _steps_alone,
     _engine_knows_its_settings,
     _optimizer_knows_its_settings,
     _saved_somewhere,
@@ -292,7 +303,7 @@ class TrainOptions(BaseModel):
     lr_warmup: int = Field(0, ge=0, description="iterations in which the learning rate rises to --lr")
     lr_decay: Literal["none", "cosine"] = Field("none", description="none | cosine (to a tenth in the last iteration)")
     clip_grad: float = Field(
-        1.0, ge=0, allow_inf_nan=False, description="clip the gradient to this norm; 0 does not clip"
+        1.0, ge=0, allow_inf_nan=False, description="clip the gradient to this norm; 0 does not clip (paci's default)"
     )
     distributed_optimizer: bool = Field(False, description="share the optimizer's state out between replicas")
 
@@ -341,7 +352,7 @@ class TrainOptions(BaseModel):
     def of(cls, **values: Any) -> TrainOptions:
         """Checked options. Raises OptionsError: one line that names the flag and what to do."""
         try:
-            return cls(**_as_planned(values))
+            return cls(**_NOT_CLIPPED.get(str(values.get("schedule")), {}) | _as_planned(values))
         except ValidationError as error:
             raise OptionsError(_in_one_line(error)) from None
 
@@ -374,6 +385,11 @@ class TrainOptions(BaseModel):
     def streams(self) -> bool:
         """Return whether batches are not flushed."""
         return "stream" in self.programs.spec.needs
+
+    @property
+    def in_place(self) -> bool:
+        """Return whether stages step by themselves, over their only weights."""
+        return "in_place" in self.programs.spec.needs
 
     @cached_property
     def program(self) -> Program:

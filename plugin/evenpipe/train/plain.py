@@ -105,8 +105,10 @@ class PlainEngine(Observer, ABC):
         for part, saved in zip(self.pipeline.chunks, state["parameters"], strict=True):
             part.load_state_dict(saved)
         self.optimizer.load_state_dict(state["optimizer"])
-        self._saved_steps = state.get("steps")
-        return changed_versions(self._saved_steps, self._case.options.streams, self._case.options.delay_correction)
+        self._saved_steps = steps = state.get("steps")
+        options = self._case.options
+        saved = steps if steps is not None and steps["before"] is not None else None
+        return changed_versions(saved, options.streams and not options.in_place, options.delay_correction)
 
     def begin(self, iteration: int) -> None:
         """Under a schedule without flushes batches are read ahead from here on."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import Stage
-from evenpipe.schedule import DelayCorrection, Spec, Step, Stream, Swaps, Unit, batch_of, required_version
+from evenpipe.schedule import DelayCorrection, Spec, Step, Stream, Swaps, Unit, batch_of
 from evenpipe.two_bw.delay_correction import correction_of
 from evenpipe.two_bw.gradients import Gradients, Outcome
 from evenpipe.two_bw.inputs import ReadAhead
@@ -54,6 +54,10 @@ class Call(NamedTuple):
 
 class TwoBW:
     """One stage's batches and its optimizer: W(t+1) = W(t) - step of the gradients at W(t-1) (PipeDream-2BW §3.1).
+
+    With versions in place (PACI), a stage submits a batch and makes its step at once, at the end of the call. Backwards
+    use the newest weights; forwards of batch t + 1 in the call of batch t use W(t). `drain` drops these, and they are
+    computed again on W(t+1): a run's bits depend on where it drains. Figures are gathered for the log alone.
 
     A call of batch t backwards all of it, and forwards the first micro-batches of batch t + 1 too. So `inputs` run
     ahead of the calls, by up to p - 1 micro-batches on the first stage. At its end, the batch's step is *submitted*.
@@ -140,7 +144,7 @@ class TwoBW:
         """Point the parameters at the weights that all of the unit's batch uses."""
         assert self._stream is not None, "a call is being carried out"
         batch = self.first + batch_of(unit.micro_batch, self._stream[0].micro_batches)
-        version = required_version(batch)
+        version = self.versions.needed(batch)
         if version == self.versions.latest:
             self.gradients.settle()
         self.versions.use(version)
@@ -150,6 +154,11 @@ class TwoBW:
     @torch.no_grad()
     def submit(self) -> Outcome:
         """Stand in for `optimizer.step()` after all backwards of a batch; return the outcome of the step before."""
+        if not self.versions.in_place:  # else `update` has done it
+            self._submit()
+        return self.outcome
+
+    def _submit(self) -> None:
         self._read()
         assert self._settings is None, "the schedule finishes one step before the next is submitted"
         # A rate may be a tensor, which schedules write to.
@@ -159,7 +168,6 @@ class TwoBW:
         if self.gradients.loss_scale is not None:
             self.gradients.loss_scale.submit()
         self.gradients.reduce()
-        return self.outcome
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -178,7 +186,14 @@ class TwoBW:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Write the weights of the submitted step over the older version; nothing to do without one."""
+        """Write the submitted step's weights over the older version; in place, submit the batch and step with it."""
+        if self.versions.in_place:
+            self._submit()
+        self._finish()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Make the submitted step; nothing to do without one."""
         if self._settings is None:
             return
         self._hold()
@@ -222,7 +237,7 @@ class TwoBW:
         """
         self.break_off()
         self.gather()
-        self.update()
+        self._finish()
         self._read()
         self.versions.use(self.versions.latest)
         self.gradients.settle()
@@ -250,7 +265,8 @@ class TwoBW:
 
         With `places`, the older version has the parameters at these places only.
         """
-        before = self.versions.tensors(self.versions.latest - 1) if self.batch > 0 else None
+        kept = self.batch > 0 and not self.versions.in_place
+        before = self.versions.tensors(self.versions.latest - 1) if kept else None
         scale, correction = self.gradients.loss_scale, self.correction
         state: dict[str, Any] = {
             "before": None if before is None else _on_host(before, places),
@@ -281,7 +297,7 @@ class TwoBW:
 
         Raises ValueError for weights of other shapes.
         """
-        before = None if state is None else state["before"]
+        before = None if state is None or self.versions.in_place else state["before"]
         newest = self.versions.tensors(self.versions.latest)
         if before is not None and [tensor.shape for tensor in before] != [tensor.shape for tensor in newest]:
             raise ValueError("the older weight version in the checkpoint has other shapes than this stage's parameters")

@@ -33,6 +33,7 @@ _FILES: Final[Mapping[str, str]] = MappingProxyType(
         "interleaved": "interleaved",
         "kfkb": "k_forward_k_backward",
         "2bw": "two_bw",
+        "paci": "paci",
         "zb-h1": "zero_bubble_h1",
         "zb-h2": "zero_bubble_h2",
         "interleaved-zb": "interleaved_zero_bubble",
