@@ -74,7 +74,7 @@ setup(
     package_data={
         "evenpipe": [
             "py.typed",
-            "planner/descriptions/data/*/*.yaml",
+            "descriptions/data/*/*.yaml",
             "recipes/templates/*.j2",
             "report/page/templates/*",
         ]

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from unet import IMAGE, UNet
 
+from evenpipe.descriptions import Cluster, cluster, device, model
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import PartitionError
 from evenpipe.partition.profiling import Profiles
@@ -21,7 +22,6 @@ from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph, trace, weightless
 from evenpipe.planner.counted_flops import model_flops
-from evenpipe.planner.descriptions import Cluster, cluster, device, model
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
 from evenpipe.planner.run import EstimateError, Run

@@ -12,12 +12,12 @@ import torch
 from emulation import Accelerator
 from torch import Tensor
 
-from evenpipe.partition.code.keeping import keeping_of
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.plan import Stage
 from evenpipe.runtime.recompute_swap import PLAIN_CALLER, Keeper, Keeping, NodeCaller
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Unit
+from evenpipe.stage_code.keeping import keeping_of
 
 __all__ = ["EmulatedPart", "PartStage", "scaled"]
 

@@ -24,7 +24,7 @@ from harness import Benchmark, progress_bar
 from rich.console import Group
 from rich.table import Table
 
-from evenpipe.planner.descriptions import cluster, model
+from evenpipe.descriptions import cluster, model
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import EstimateError, Placement, Recompute, Run
 

@@ -30,7 +30,7 @@ from published.tables import Row, estimators, table, taken
 from published.vtrain import iterations
 from rich.table import Table
 
-from evenpipe.planner.descriptions import device
+from evenpipe.descriptions import device
 from evenpipe.planner.kernels import FITTED, UNFITTED, Calibration
 from evenpipe.planner.stage_bytes import ALLOCATOR_SLACK
 from evenpipe.planner.uncertainty import WITHIN

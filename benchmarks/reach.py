@@ -18,8 +18,8 @@ from typing import Any, Final
 from harness import Benchmark
 from rich.table import Table
 
-from evenpipe.megatron.script.checks import check, stays_stock
-from evenpipe.megatron.script.flags import ArgumentError
+from evenpipe.megatron_lm.checks import check, stays_stock
+from evenpipe.megatron_lm.flags import ArgumentError
 from evenpipe.settings.config import EvenPipeConfig
 
 __all__ = ["FEATURES", "arguments_of", "recipes", "refusal"]

@@ -11,13 +11,13 @@ from typing import Final, NamedTuple
 import torch
 from torch import nn
 
+from evenpipe.descriptions import cluster, model
 from evenpipe.partition.counting import count
 from evenpipe.partition.dawnpiper.capuchin import Optimize
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.profile import Node, Origin, Parameter, Profile, Storage
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.trace import trace, weightless
-from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.search.question import Engine, Question
 from evenpipe.planner.search.search import search
 from evenpipe.schedule import NEEDS, LinkKind, Size, build, verify

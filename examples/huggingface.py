@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from evenpipe.partition.code import write_stages
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.timing import Measured
 from evenpipe.partition.trace import trace
+from evenpipe.stage_code import write_stages
 from evenpipe.torch.planned import PlannedPipeline
 
 SIZE = {"vocab_size": 256, "use_cache": False, "attn_implementation": "eager"}

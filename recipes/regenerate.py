@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from evenpipe.cli.plan import engine_of
-from evenpipe.planner.descriptions import cluster, framework, model
+from evenpipe.descriptions import cluster, framework, model
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import search

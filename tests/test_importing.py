@@ -38,7 +38,7 @@ IMPORTS_EVERYTHING = """
     assert sys.excepthook is hook
 
     from evenpipe.deepspeed.catalogue import catalogue as of_deepspeed
-    from evenpipe.megatron.catalogue import catalogue as of_megatron
+    from evenpipe.megatron_lm.catalogue import catalogue as of_megatron
     from evenpipe.upstream import APPLIED
     items = [item for item in (*of_megatron(), *of_deepspeed()) if item.is_replaced]
     assert len(items) > 50
@@ -78,7 +78,7 @@ def test_the_function_that_fits_is_imported_when_it_is_asked_for() -> None:
         import evenpipe
         assert [name for name in sys.modules if name.startswith("evenpipe")] == ["evenpipe"]
         assert "torch" not in sys.modules
-        assert evenpipe.fit.__module__ == "evenpipe.megatron.fitting.answering"
+        assert evenpipe.fit.__module__ == "evenpipe.fitting.answering"
         assert "megatron.core" not in sys.modules
     """)
 
@@ -111,9 +111,9 @@ def test_a_script_with_bpipe_imports_what_bpipe_needs() -> None:
     pytest.importorskip("megatron.core")
     run("""
         import ast, inspect, sys
-        import evenpipe.megatron.script.install
+        import evenpipe.megatron_lm.install
         from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
-        from evenpipe.megatron.script import start
+        from evenpipe.megatron_lm import start
         # What every run with a flag imports when it starts, whichever flag that is.
         [plug_in] = ast.parse(inspect.getsource(start._plug_in)).body
         always = [line for line in plug_in.body if isinstance(line, ast.ImportFrom)]
@@ -122,7 +122,8 @@ def test_a_script_with_bpipe_imports_what_bpipe_needs() -> None:
         in_place_of_megatron(PipelineSchedule("1f1b", bpipe=True))
         loaded = [name for name in sys.modules if name.startswith("evenpipe.")]
         rooms = {name.split(".")[1] for name in loaded}
-        needed = {"megatron", "report", "runtime", "schedule", "settings", "torch", "train", "upstream", "wording"}
+        needed = {"megatron_lm", "megatron", "report", "runtime", "schedule", "settings", "torch", "train"}
+        needed |= {"upstream", "wording"}
         assert rooms == needed, rooms
         assert len(loaded) <= 90, len(loaded)
     """)

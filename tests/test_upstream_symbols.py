@@ -23,12 +23,13 @@ import torch.distributed as dist
 
 import evenpipe
 from evenpipe.deepspeed.catalogue import catalogue as of_deepspeed
-from evenpipe.megatron.catalogue import catalogue as of_megatron
+from evenpipe.megatron_lm.catalogue import catalogue as of_megatron
 from evenpipe.upstream.source import path_of
 
 SOURCE: Final = Path(evenpipe.__file__).parent
 #: What holds objects of other packages, and what only reads files, draws or computes.
-ROOMS: Final = ("megatron", "deepspeed", "two_bw", "runtime", "torch", "train")
+FRAMEWORKS: Final = ("megatron", "megatron_lm", "fitting", "deepspeed")
+ROOMS: Final = (*FRAMEWORKS, "two_bw", "runtime", "torch", "train")
 PACKAGES: Final = ("megatron", "deepspeed")
 LISTS: Final = ("symbols.py", "supported.py")
 
@@ -46,13 +47,13 @@ OURS: Final = {
     "megatron/adaptive/schedule.py": ("executor",),
     "megatron/bridge.py": ("schedule",),
     "megatron/capped.py": ("executor",),
-    "megatron/fitting/source.py": ("given",),
+    "fitting/source.py": ("given",),
     "megatron/cpu_mode/core.py": ("logger",),
-    "megatron/layout_model.py": ("sys",),
+    "megatron_lm/layout_model.py": ("sys",),
     "megatron/schedule.py": ("executor",),
-    "megatron/script/measured.py": ("schedule",),
+    "megatron_lm/measured.py": ("schedule",),
     "megatron/searched.py": ("executor", "_watch"),
-    "megatron/script/log.py": ("_schedule", "schedule"),
+    "megatron_lm/log.py": ("_schedule", "schedule"),
     "megatron/train_engine/engine.py": ("adaptive",),
     "runtime/host_memory.py": ("block",),
     "runtime/bandwidth.py": ("column", "console"),
@@ -96,6 +97,8 @@ COMPUTED: Final = {
     ("deepspeed/arrange.py", "module"): (),  # layers, by number
     ("deepspeed/planned/cutting.py", "module"): ("tied_modules", "loss_fn"),
     ("runtime/weight_gradients.py", "weight"): (),  # a mark of ours
+    ("runtime/linear.py", "one"): (),  # the same
+    ("runtime/compiled_linear.py", "untyped_storage()"): (),  # the same
 }
 
 
@@ -153,7 +156,7 @@ def test_what_is_imported_is_in_the_list() -> None:
     pytest.importorskip("megatron.core")
     pytest.importorskip("deepspeed")
     known, versions = listed(), {"megatron.core:__version__"}
-    trees = parsed("megatron", "deepspeed")
+    trees = parsed(*FRAMEWORKS)
     reached = {(str(path), symbol) for path, tree in trees for symbol in imported(tree, known)}
     assert len(reached) > 90
     assert {(path, symbol) for path, symbol in reached if symbol not in known | versions} == set()
@@ -253,7 +256,7 @@ def used_elsewhere(tree: ast.Module, ours: Set[str]) -> Iterator[str]:
 
 def test_what_is_called_and_what_is_read_privately_is_in_the_list() -> None:
     known, ours = {re.split("[:.]", symbol)[-1] for symbol in listed()}, set(defined(tree for _, tree in parsed(".")))
-    trees = [(path, tree) for path, tree in parsed(*PACKAGES) if path.name not in LISTS]
+    trees = [(path, tree) for path, tree in parsed(*FRAMEWORKS) if path.name not in LISTS]
     used = {(str(path), name) for path, tree in trees for name in used_elsewhere(tree, ours)}
     assert len(used) > 60
     assert {(path, name) for path, name in used if name not in known} == set()
@@ -281,7 +284,7 @@ def test_a_new_call_of_others_is_reported(source: str, found: list[str]) -> None
 def test_nothing_is_in_the_list_that_no_code_uses() -> None:
     """Names, whichever way they are written: imports, attributes, and texts (`getattr`, targets of patches)."""
     used: set[str] = set()
-    for path, tree in parsed("megatron", "deepspeed", "tuner"):
+    for path, tree in parsed(*FRAMEWORKS, "tuner"):
         if path.name in LISTS:
             continue
         for node in ast.walk(tree):

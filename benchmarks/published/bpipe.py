@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple, get_args
 
-from evenpipe.planner.descriptions import cluster, model
+from evenpipe.descriptions import cluster, model
 from evenpipe.planner.estimate import Estimate
 from evenpipe.planner.run import Recompute, Run
 from evenpipe.planner.search.question import Engine, Question

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from evenpipe.planner.descriptions import cluster, model
+from evenpipe.descriptions import cluster, model
 from evenpipe.planner.estimate import estimate
 from evenpipe.planner.kernels import FITTED, Calibration
 from evenpipe.planner.operations.parts import Blocks

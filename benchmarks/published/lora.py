@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import yaml
 
-from evenpipe.planner.descriptions import cluster, framework, model
+from evenpipe.descriptions import cluster, framework, model
 from evenpipe.planner.estimate import Estimator
 from evenpipe.planner.run import Run
 

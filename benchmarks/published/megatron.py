@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from evenpipe.planner.descriptions import Model, cluster
+from evenpipe.descriptions import Model, cluster
 from evenpipe.planner.estimate import estimate
 from evenpipe.planner.run import Run
 from evenpipe.planner.stage_bytes import slack

@@ -7,7 +7,7 @@ from functools import cache
 from itertools import groupby
 from typing import Final, NamedTuple
 
-from evenpipe.planner.descriptions import Model, cluster, model
+from evenpipe.descriptions import Model, cluster, model
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import Run
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Final, NamedTuple
 
-from evenpipe.planner.descriptions import Model, cluster, framework
+from evenpipe.descriptions import Model, cluster, framework
 from evenpipe.planner.estimate import Estimator
 from evenpipe.planner.run import Run
 

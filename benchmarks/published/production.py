@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from evenpipe.planner.descriptions import cluster, model
+from evenpipe.descriptions import cluster, model
 from evenpipe.planner.estimate import estimate
 from evenpipe.planner.run import Run
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from evenpipe.planner.descriptions import Cluster, Model, cluster, framework, model
+from evenpipe.descriptions import Cluster, Model, cluster, framework, model
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.kernels import FITTED, Calibration
 from evenpipe.planner.operations.parts import Blocks, parts_of

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from evenpipe.planner.descriptions import cluster, model
+from evenpipe.descriptions import cluster, model
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.kernels import FITTED, Calibration
 from evenpipe.planner.run import Recompute, Run

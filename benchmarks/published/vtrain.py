@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from evenpipe.planner.descriptions import Model, cluster, model
+from evenpipe.descriptions import Model, cluster, model
 from evenpipe.planner.estimate import estimate
 from evenpipe.planner.run import Run
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Final
 
+from evenpipe.descriptions import device
 from evenpipe.partition.dawnpiper.capuchin import Optimize
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import Problem
@@ -14,7 +15,6 @@ from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import Profiles
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph, trace, weightless
-from evenpipe.planner.descriptions import device
 
 __all__ = ["DEVICE", "EVERY", "LIMIT_BYTES", "MODELS", "problem_of", "profiles_of"]
 

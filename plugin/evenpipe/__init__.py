@@ -6,7 +6,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evenpipe.megatron.fitting import fit
+    from evenpipe.fitting import fit
 
 __all__ = ["__version__", "fit"]
 
@@ -17,6 +17,6 @@ def __getattr__(name: str) -> Any:
     """Import `fit` when it is first asked for: it needs the planner, which a run that trains does not."""
     if name != "fit":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from evenpipe.megatron.fitting import fit
+    from evenpipe.fitting import fit
 
     return fit

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from evenpipe.cli.fit import _wrapped
 from evenpipe.cli.main import main
-from evenpipe.planner.fit.moves import SHORT
+from evenpipe.fitting.moves import SHORT
 from tests.readme import ROOT
 
 TINY = shlex.split(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.cli.main import main
-from evenpipe.partition.code import Draws, load_parts
+from evenpipe.stage_code import Draws, load_parts
 
 MODEL = """
 import torch

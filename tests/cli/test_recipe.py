@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from evenpipe.cli.main import main
+from evenpipe.descriptions import model
 from evenpipe.planner.counted_flops import logged_flops
-from evenpipe.planner.descriptions import model
 from evenpipe.planner.run import Run
 
 SMALL = ["--model", "gpt2-355m", "--cluster", "1x8-v100-16gb", "--precision", "fp16"]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenpipe.partition.code import load_parts, part_types
 from evenpipe.partition.models import Example
 from evenpipe.partition.trace import trace
+from evenpipe.stage_code import load_parts, part_types
 from tests.partition.code.cut import plan_at, profiled, written
 
 pytest.importorskip("deepspeed")

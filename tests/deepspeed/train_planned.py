@@ -15,12 +15,12 @@ import train_tiny
 from train_tiny import Case, digest, engine_of, layers, loss_of, run
 
 from evenpipe.deepspeed.planned import WholeModel
-from evenpipe.partition.code import write_stages
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.timing import NodeTimes
 from evenpipe.partition.trace import trace
+from evenpipe.stage_code import write_stages
 from evenpipe.upstream import ending
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenpipe.planner.descriptions import Model, cluster, framework
+from evenpipe.descriptions import Model, cluster, framework
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import Run
 from evenpipe.train.options import TrainOptions

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.partition.code import write_stages
+from evenpipe.descriptions import device
 from evenpipe.partition.dawnpiper.copies import PIPEDREAM, Workload
 from evenpipe.partition.models import build, from_function
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import trace
-from evenpipe.planner.descriptions import device
+from evenpipe.stage_code import write_stages
 from evenpipe.train.options import OptionsError, TrainOptions
 from tests.end_to_end.running import command
 from tests.train.planned.cases import Alike

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import evenpipe
-from evenpipe.megatron.catalogue import catalogue, examine, version_in
 from evenpipe.megatron.supported import RELEASES
+from evenpipe.megatron_lm.catalogue import catalogue, examine, version_in
 from evenpipe.upstream import PRESENT, UpstreamError, signature_of
 from evenpipe.upstream.findings import Item, Purpose, State
 from evenpipe.upstream.source import signature_in
@@ -30,7 +30,7 @@ def site() -> Path:
 def test_it_is_listed_without_megatron() -> None:
     code = """
 import sys
-from evenpipe.megatron.catalogue import catalogue
+from evenpipe.megatron_lm.catalogue import catalogue
 assert len(catalogue()) > 20
 assert not [name for name in sys.modules if name.partition(".")[0] == "megatron"]
 """

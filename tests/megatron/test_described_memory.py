@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from evenpipe.planner.descriptions import Model
+from evenpipe.descriptions import Model
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import Recompute, Run
 from evenpipe.planner.stage_bytes import chunks_of, states

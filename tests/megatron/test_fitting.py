@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import evenpipe
+from evenpipe.fitting import FitError, source_of_line, source_of_settings
+from evenpipe.fitting.moves import SHORT
 from evenpipe.megatron.bridge import layout_builder
-from evenpipe.megatron.fitting import FitError, source_of_line, source_of_settings
-from evenpipe.planner.fit.moves import SHORT
 from evenpipe.recipes.megatron_rules import starts
 from tests.readme import ROOT
 

@@ -11,8 +11,8 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from reach import FEATURES, arguments_of, recipes, refusal
 
-from evenpipe.megatron.script.flags import destination
-from evenpipe.megatron.script.start import asked_for
+from evenpipe.megatron_lm.flags import destination
+from evenpipe.megatron_lm.start import asked_for
 from evenpipe.settings.config import EvenPipeConfig
 
 #: A fifth of public recipes captures whole iterations, or layers in Megatron's order, or hides experts' messages.

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from evenpipe.planner.descriptions import cluster, model
+from evenpipe.descriptions import cluster, model
 from evenpipe.planner.estimate import estimate
 from evenpipe.planner.run import Run
 from tests.megatron_lm.launch import start

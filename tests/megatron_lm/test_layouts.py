@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from evenpipe.partition.layouts.gpt import LayoutError
-from evenpipe.partition.layouts.plan import best_layout
+from evenpipe.layouts.gpt import LayoutError
+from evenpipe.layouts.plan import best_layout
 from tests.megatron_lm.launch import gpt_flags, launch
 
 SCRIPT = "pretrain_gpt.py"

@@ -5,8 +5,8 @@ from argparse import Namespace
 
 import pytest
 
+from evenpipe.descriptions import model, names
 from evenpipe.planner.counted_flops import logged_flops
-from evenpipe.planner.descriptions import model, names
 from evenpipe.planner.run import Run
 
 FUNCTION = "num_floating_point_operations"

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from evenpipe.partition.layouts.plan import best_layout
-from evenpipe.planner.descriptions import device
+from evenpipe.descriptions import device
+from evenpipe.layouts.plan import best_layout
 from tests.megatron_lm.launch import differences, gpt_flags, launch
 
 SCRIPT = "pretrain_gpt.py"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from evenpipe.cli.main import main
-from evenpipe.planner.descriptions import cluster, model
+from evenpipe.descriptions import cluster, model
 from evenpipe.planner.run import Run
 from evenpipe.recipes import Recipe, Settings
 from evenpipe.recipes.files import files_of, write_files

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.megatron.catalogue import examine
+from evenpipe.megatron_lm.catalogue import examine
 from tests.megatron_lm.launch import gpt_flags, start, torchrun
 
 pytestmark = pytest.mark.every_release

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evenpipe.descriptions import DescriptionError, device
 from evenpipe.partition.counting import Effort, Work, count
 from evenpipe.partition.profiling import Profiles, between, profile
 from evenpipe.partition.timing import Measured, Roofline, RooflineError
-from evenpipe.planner.descriptions import DescriptionError, device
 
 MODELS = ["bert-large", "gpt2-large", "t5-large", "amoebanet-d"]
 

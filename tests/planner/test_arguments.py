@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from evenpipe.descriptions import DescriptionError, cluster, model
 from evenpipe.planner.arguments import FlagError, Pipelined, model_of, run_of
-from evenpipe.planner.descriptions import DescriptionError, cluster, model
 from evenpipe.planner.estimate import estimate
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import Run

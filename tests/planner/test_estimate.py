@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from evenpipe.descriptions import Model, cluster, model
 from evenpipe.planner.counted_flops import logged_flops, model_flops
-from evenpipe.planner.descriptions import Model, cluster, model
 from evenpipe.planner.estimate import Estimate, Estimator, estimate
 from evenpipe.planner.iteration import batch_end
 from evenpipe.planner.kernels import FITTED, Kernels, Links

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenpipe.descriptions import cluster, framework, model
 from evenpipe.planner.arguments import Values, parse_flags
-from evenpipe.planner.descriptions import cluster, framework, model
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.features import add_features, features_of, flags_of
 from evenpipe.planner.quantized import Quantized

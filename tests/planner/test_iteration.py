@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.planner.descriptions import cluster, model
+from evenpipe.descriptions import cluster, model
 from evenpipe.planner.estimate import estimate
 from evenpipe.planner.iteration import simulated
 from evenpipe.planner.kernels import FITTED, Links

@@ -25,7 +25,7 @@ from benchmarks.published.recipes_fit import classes
 from benchmarks.published.tables import estimators, rows, run_of, table, taken
 from benchmarks.published.two_bw import QUALITY, SHARE
 from benchmarks.published.vtrain import iterations
-from evenpipe.planner.descriptions import cluster, device, model
+from evenpipe.descriptions import cluster, device, model
 from evenpipe.planner.estimate import estimate
 from evenpipe.planner.kernels import FITTED, UNFITTED
 from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Run

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.published.recipes import Published, published
 from benchmarks.published.regret import choices
 from evenpipe.cli.plan import engine_of
-from evenpipe.planner.descriptions import framework
+from evenpipe.descriptions import framework
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.candidates import candidates
 from evenpipe.planner.search.question import Question, weighed

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from evenpipe.cli.plan import engine_of
-from evenpipe.planner.descriptions import Model, cluster, framework, model
+from evenpipe.descriptions import Model, cluster, framework, model
 from evenpipe.planner.estimate import Estimate, Estimator, estimate, framework_of
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.candidates import candidates

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from evenpipe.planner.descriptions import cluster, framework, model
+from evenpipe.descriptions import cluster, framework, model
 from evenpipe.planner.estimate import Estimator, positions_of
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.bounds import edges_of, least_live, ordered_ms

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, device, framework, model
+from evenpipe.descriptions import Cluster, DescriptionError, cluster, device, framework, model
 from evenpipe.planner.estimate import Estimate, estimate
 from evenpipe.planner.kernels import FITTED
 from evenpipe.planner.run import EstimateError, Run

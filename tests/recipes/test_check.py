@@ -8,7 +8,7 @@ import re
 import pytest
 
 from evenpipe.cli.main import main
-from evenpipe.planner.descriptions import cluster, model
+from evenpipe.descriptions import cluster, model
 from evenpipe.planner.run import Run
 from evenpipe.recipes import Recipe, RecipeError, Settings
 from evenpipe.recipes.files import files_of, write_files

@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from evenpipe.planner.descriptions import cluster, framework
-from evenpipe.planner.fit.moves import ASPECTS, changed
+from evenpipe.descriptions import cluster, framework
+from evenpipe.fitting.moves import ASPECTS, changed
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.recipes.edits import edited, flag_changes
 from evenpipe.recipes.line import Line, read_line

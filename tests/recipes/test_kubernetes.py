@@ -11,7 +11,7 @@ from kubeflow.training.api_client import ApiClient
 from kubernetes.client import ApiClient as KubernetesClient
 
 from evenpipe.cli.plan import engine_of
-from evenpipe.planner.descriptions import framework as described
+from evenpipe.descriptions import framework as described
 from evenpipe.recipes import RecipeError
 from evenpipe.recipes.files import files_of
 from evenpipe.recipes.unsupported import refuse

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from evenpipe.planner.descriptions import cluster, model
+from evenpipe.descriptions import cluster, model
 from evenpipe.planner.estimate import Estimator
 from evenpipe.planner.run import Run
 from evenpipe.recipes import Recipe, Settings

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenpipe.planner.descriptions import cluster
+from evenpipe.descriptions import cluster
 from evenpipe.recipes.files import files_of, write_files
 from tests.ports import free_port
 from tests.recipes.cluster import here, trained

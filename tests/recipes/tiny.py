@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from evenpipe.planner.descriptions import Cluster, Model, cluster, described
+from evenpipe.descriptions import Cluster, Model, cluster, described
 from evenpipe.planner.run import Run
 from evenpipe.recipes import Recipe, Settings
 from evenpipe.recipes.recipe import Framework, Launcher

@@ -101,7 +101,7 @@ def _run(arguments: Namespace) -> int:
 
 
 def _shape(name: str | None) -> ModelShape | None:
-    from evenpipe.planner.descriptions import DescriptionError, model
+    from evenpipe.descriptions import DescriptionError, model
 
     if name is None:
         return None
@@ -136,7 +136,7 @@ def _checks(arguments: Namespace, launched: Launched) -> list[Check]:
 
 
 def _megatron() -> Any:
-    from evenpipe.megatron.catalogue import look
+    from evenpipe.megatron_lm.catalogue import look
 
     findings = look()
     missing = findings.root is None and findings.problem is not None and "ModuleNotFound" in findings.problem

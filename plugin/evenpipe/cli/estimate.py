@@ -13,8 +13,7 @@ from typing import Any, Final, get_args
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import duration_ms, positive, sample_count
-from evenpipe.planner.arguments import Values
-from evenpipe.planner.descriptions import (
+from evenpipe.descriptions import (
     Cluster,
     DescriptionError,
     Framework,
@@ -27,6 +26,7 @@ from evenpipe.planner.descriptions import (
     model_types,
     names,
 )
+from evenpipe.planner.arguments import Values
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.features import add_features, features_of
 from evenpipe.planner.flag_needs import Given, without_effect

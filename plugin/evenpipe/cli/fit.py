@@ -14,8 +14,7 @@ from evenpipe.cli.estimate import add_model, model_and_cluster, show
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import gibibytes, positive
-from evenpipe.deepspeed.fitting import ENGINE, NAMES, configuration_in, configured, fitted, in_deepspeed, with_changes
-from evenpipe.megatron.fitting import (
+from evenpipe.fitting import (
     TITLES,
     Answer,
     Fit,
@@ -29,7 +28,8 @@ from evenpipe.megatron.fitting import (
     source_of_line,
     source_of_path,
 )
-from evenpipe.planner.fit.moves import SHORT, Aspect
+from evenpipe.fitting.deepspeed import ENGINE, NAMES, configuration_in, configured, fitted, in_deepspeed, with_changes
+from evenpipe.fitting.moves import SHORT, Aspect
 from evenpipe.planner.uncertainty import Uncertainty
 from evenpipe.recipes.line import read_line
 from evenpipe.recipes.surroundings import in_megatron

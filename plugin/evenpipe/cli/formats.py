@@ -14,10 +14,10 @@ from typing import Any, Final, Literal, NamedTuple, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 
 from evenpipe.doctor import Verdict
-from evenpipe.megatron.fitting import Fit
-from evenpipe.partition.layouts.layers import Layer
-from evenpipe.partition.layouts.written import StagePlan as LayoutStage
-from evenpipe.partition.layouts.written import WrittenLayout
+from evenpipe.fitting import Fit
+from evenpipe.layouts.layers import Layer
+from evenpipe.layouts.written import StagePlan as LayoutStage
+from evenpipe.layouts.written import WrittenLayout
 from evenpipe.partition.search.plan import Plan as Partition
 from evenpipe.planner.grouped import Candidate
 from evenpipe.planner.search.plan import Plan, StagePlan

@@ -16,13 +16,13 @@ from evenpipe.cli.parser import Commands, Parser, UsageError, add_command
 from evenpipe.cli.partition_shown import print_check, print_front, print_plan, ways_to_cut
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_file, positive, whole, write
+from evenpipe.descriptions import Cluster, DescriptionError, device, equal_nodes, names
 from evenpipe.partition.configurations import MODELS
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.finding import can_fit, find_plan, largest_batch
 from evenpipe.partition.search.plan import Plan
-from evenpipe.planner.descriptions import Cluster, DescriptionError, device, equal_nodes, names
 from evenpipe.report.figures import Division, draw_divisions
 from evenpipe.report.files import is_special, write_atomically
 from evenpipe.schedule import ScheduleError
@@ -30,7 +30,7 @@ from evenpipe.settings.spelling import in_flags
 
 if TYPE_CHECKING:
     from evenpipe.cli.partition_sources import Source
-    from evenpipe.partition.layouts.plan import LayoutPlan, Split
+    from evenpipe.layouts.plan import LayoutPlan, Split
 
 __all__ = ["add_to", "show_layout"]
 
@@ -43,8 +43,8 @@ def show_layout(arguments: Namespace) -> int:
     UsageError for flags that there is no layout for.
     """
     # These bring torch, which --help has no use for.
-    from evenpipe.partition.layouts.gpt import LayoutError
-    from evenpipe.partition.layouts.plan import best_layout
+    from evenpipe.layouts.gpt import LayoutError
+    from evenpipe.layouts.plan import best_layout
 
     if find_spec("megatron") is None:
         raise UsageError("megatron-core is not installed: pip install 'evenpipe[megatron]'")
@@ -100,8 +100,8 @@ def show_layout(arguments: Namespace) -> int:
 
 
 def _check(arguments: Namespace, where: Cluster | None) -> int:
-    from evenpipe.partition.layouts.given import check_layout
-    from evenpipe.partition.layouts.gpt import LayoutError
+    from evenpipe.layouts.given import check_layout
+    from evenpipe.layouts.gpt import LayoutError
 
     if where is None:
         raise UsageError("--check: on which GPUs? Name all of the run's with --cluster, such as 8x8-h100")

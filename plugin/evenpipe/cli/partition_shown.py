@@ -16,7 +16,7 @@ from evenpipe.recipes.surroundings import in_megatron
 from evenpipe.report.figures import Division
 
 if TYPE_CHECKING:
-    from evenpipe.partition.layouts.given import CheckedLayout
+    from evenpipe.layouts.given import CheckedLayout
 
 __all__ = ["division", "print_check", "print_front", "print_plan", "ways_to_cut"]
 

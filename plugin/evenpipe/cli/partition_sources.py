@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from evenpipe.cli.parser import UsageError
 from evenpipe.cli.shown import console_of
-from evenpipe.partition.code import StageCodeError, compare_stages, too_large, write_stages
+from evenpipe.descriptions import Cluster, DescriptionError, device, equal_nodes
 from evenpipe.partition.models import Example, ModelError, build, from_config, from_function
 from evenpipe.partition.profile import Profile, ProfileError
 from evenpipe.partition.profiling import Profiles, profile
@@ -23,7 +23,7 @@ from evenpipe.partition.search.batch_clock import StageLinks
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.timing import Measured, Roofline, RooflineError, TimeSource
 from evenpipe.partition.trace import Graph, TraceError, trace, weightless
-from evenpipe.planner.descriptions import Cluster, DescriptionError, device, equal_nodes
+from evenpipe.stage_code import StageCodeError, compare_stages, too_large, write_stages
 
 __all__ = ["Source"]
 

@@ -56,7 +56,7 @@ def _say(console: Console, line: str, style: str = "") -> None:
 
 
 def _absence(findings: Findings) -> str | None:
-    from evenpipe.megatron.catalogue import TRAINING_PACKAGE
+    from evenpipe.megatron_lm.catalogue import TRAINING_PACKAGE
 
     if not any(finding.state is State.ABSENT for finding in findings.findings):
         return None
@@ -88,7 +88,7 @@ def _table(findings: Sequence[Finding]) -> Table:
 def markdown() -> Iterator[str]:
     """The lines of the list, which no installation changes."""
     from evenpipe.deepspeed.catalogue import catalogue as of_deepspeed
-    from evenpipe.megatron.catalogue import catalogue as of_megatron
+    from evenpipe.megatron_lm.catalogue import catalogue as of_megatron
 
     items = (*of_megatron(), *of_deepspeed())
     replaced, called = ([item for item in items if item.is_replaced is wanted] for wanted in (True, False))
@@ -174,7 +174,7 @@ def _run(arguments: Namespace) -> int:
 def _found(path: Path | None) -> _Found:
     """In the folder `path`, or what this interpreter imports."""
     from evenpipe.deepspeed import catalogue as deepspeed
-    from evenpipe.megatron import catalogue as megatron
+    from evenpipe.megatron_lm import catalogue as megatron
 
     if path is None:
         return _Found(megatron.look(), deepspeed.look())

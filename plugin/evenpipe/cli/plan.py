@@ -27,9 +27,9 @@ from evenpipe.cli.estimate import (
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import output_file, picture_file, positive, sample_count, write
-from evenpipe.deepspeed.fitting import ENGINE
+from evenpipe.descriptions import Cluster, DescriptionError, Framework, Model, Precision
+from evenpipe.fitting.deepspeed import ENGINE
 from evenpipe.planner.arguments import Values
-from evenpipe.planner.descriptions import Cluster, DescriptionError, Framework, Model, Precision
 from evenpipe.planner.features import add_features, features_of, flags_of, of_megatron_s_schedules
 from evenpipe.planner.quantized import Quantized
 from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Attention, Dispatcher, EstimateError, Run

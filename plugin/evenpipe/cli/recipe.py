@@ -16,7 +16,7 @@ from evenpipe.cli.parser import Commands, UsageError, add_command, sentence
 from evenpipe.cli.plan import SEARCHED, add_search_options, engine_of, question_from
 from evenpipe.cli.values import sample_count
 from evenpipe.deepspeed.section import SectionError, section_of
-from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, framework
+from evenpipe.descriptions import Cluster, DescriptionError, Model, framework
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.search import search
 from evenpipe.recipes import Recipe, RecipeError, Settings

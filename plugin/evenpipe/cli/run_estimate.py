@@ -14,8 +14,8 @@ from typing import Final
 
 from evenpipe.cli.estimate import show
 from evenpipe.cli.parser import UsageError
+from evenpipe.descriptions import Cluster, DescriptionError, cluster, framework
 from evenpipe.planner.arguments import FlagError, Pipelined, Values, model_of, run_of
-from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, framework
 from evenpipe.planner.estimate import Estimator
 from evenpipe.planner.flag_needs import Given, without_effect
 from evenpipe.planner.run import EstimateError

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from evenpipe.deepspeed.planned.stage import CutStage, jointly
-from evenpipe.partition.code import users_lines
 from evenpipe.runtime.linear import LinearGradients
 from evenpipe.schedule import FORWARD, Kind, Unit
+from evenpipe.stage_code import users_lines
 
 __all__ = ["Boundary", "EngineStage", "tensors_of"]
 

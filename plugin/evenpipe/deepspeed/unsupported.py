@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deepspeed.moe.layer import MoE
-
 from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.section import Section, SectionError
 from evenpipe.runtime.exchange import gather
@@ -38,6 +36,8 @@ def refuse_uneven_experts(module: Any) -> None:
 
     DeepSpeed makes the groups where a stage has such layers, and waits there for all ranks of the job.
     """
+    from deepspeed.moe.layer import MoE  # here, as `evenpipe fit` reads configurations without DeepSpeed
+
     names = sorted({layer.expert_group_name for layer in module.modules() if isinstance(layer, MoE)})
     groups = {stage: tuple(found) for stage, found in gather([module.stage_id, names]) or ()}
     if len(set(groups.values())) > 1:

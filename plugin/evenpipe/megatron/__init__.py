@@ -1,4 +1,4 @@
-"""The only room that names Megatron: its schedules, optimizers, arguments and checkpoints under EvenPipe.
+"""Megatron-core under EvenPipe: its schedules, optimizers and stages. Megatron-LM's scripts: `megatron_lm`.
 
 Importing it changes nothing. A script of Megatron-LM that asks for EvenPipe before its other imports knows its flags::
 
@@ -8,6 +8,16 @@ Importing it changes nothing. A script of Megatron-LM that asks for EvenPipe bef
 With none of them given, it runs as if these lines were not there.
 """
 
-from evenpipe.megatron.script.install import install
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from evenpipe.megatron_lm.install import Listener
 
 __all__ = ["install"]
+
+
+def install(listener: "Listener | None" = None) -> None:
+    """Prepare this process for a script of Megatron-LM, as `evenpipe.megatron_lm.install` says."""
+    from evenpipe.megatron_lm.install import install as prepare
+
+    prepare(listener)

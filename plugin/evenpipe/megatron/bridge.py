@@ -31,7 +31,7 @@ def layout_builder(
     It takes the numbers of stages and of virtual stages, and returns the kinds of layers of each part, which the
     planner finds for the recipe's model and batch as they are then. cluster, memory_gib: as `evenpipe.fit` has them.
     """
-    from evenpipe.megatron.fitting import layout_for
+    from evenpipe.fitting import layout_for
 
     return partial(layout_for, config, on=cluster, memory_gib=memory_gib)
 

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
+from evenpipe.layouts.written import WrittenLayout
 from evenpipe.megatron.supported import PARALLEL_STATE, Changes, core_patch, expected, members
 from evenpipe.megatron.symbols import RANDOM_NUMBERS
-from evenpipe.partition.layouts.written import WrittenLayout
 from evenpipe.upstream import PRESENT, PatchSet
 
 __all__ = ["half_layers"]

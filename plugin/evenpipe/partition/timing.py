@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from evenpipe.descriptions import Device
 from evenpipe.partition.counting import Effort, Progress, Work, without_history
 from evenpipe.partition.trace import Graph, evaluate
-from evenpipe.planner.descriptions import Device
 from evenpipe.runtime.precisions import autocasting
 from evenpipe.runtime.timing import clock_for
 

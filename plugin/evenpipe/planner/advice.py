@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Final
 
-from evenpipe.planner.descriptions import Cluster, Device, Model
+from evenpipe.descriptions import Cluster, Device, Model
 from evenpipe.planner.operations.layer import softmax_is_fused
 from evenpipe.planner.operations.operation import Shard
 from evenpipe.planner.run import Run

@@ -7,7 +7,7 @@ from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
-from evenpipe.planner.descriptions import Model, described
+from evenpipe.descriptions import Model, described
 from evenpipe.planner.features import add_features, features_of
 from evenpipe.planner.run import Attention, Run
 

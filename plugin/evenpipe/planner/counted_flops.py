@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from evenpipe.planner.descriptions import Model
+from evenpipe.descriptions import Model
 from evenpipe.planner.operations.operation import FusedAttention, Gemm
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import Attention, Run

@@ -9,10 +9,10 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
+from evenpipe.descriptions import Cluster, Device, Framework, Model, framework
 from evenpipe.planner.advice import reason_of, warnings_of
 from evenpipe.planner.beside_compute import beside_moves
 from evenpipe.planner.counted_flops import logged_flops, model_flops
-from evenpipe.planner.descriptions import Cluster, Device, Framework, Model, framework
 from evenpipe.planner.iteration import (
     PartTime,
     Simulated,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Final, NamedTuple
 
-from evenpipe.planner.descriptions import Model
+from evenpipe.descriptions import Model
 from evenpipe.planner.kernels import Kernels, Links
 from evenpipe.planner.operations.operation import Operation, Parameters, Pass
 from evenpipe.planner.operations.parts import Block, Blocks, Part

@@ -9,7 +9,7 @@ from itertools import starmap
 from math import ceil
 from typing import Final
 
-from evenpipe.planner.descriptions import Cluster
+from evenpipe.descriptions import Cluster
 from evenpipe.planner.operations.operation import (
     Collective,
     Dispatch,

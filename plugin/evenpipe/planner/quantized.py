@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from evenpipe.planner.descriptions import Rate
+from evenpipe.descriptions import Rate
 
 __all__ = ["QUANTIZATIONS", "Quantization", "Quantized"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, Final, Literal, get_args
 
-from evenpipe.planner.descriptions import Cluster, Device, Framework, Model, Precision, Rate
+from evenpipe.descriptions import Cluster, Device, Framework, Model, Precision, Rate
 from evenpipe.planner.quantized import QUANTIZATIONS, Quantization, Quantized
 from evenpipe.schedule import DelayCorrection, Queues, ScheduleError, Spec, choose
 

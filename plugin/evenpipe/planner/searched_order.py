@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from evenpipe.planner.descriptions import Device
+from evenpipe.descriptions import Device
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.stage_bytes import StageBytes
 from evenpipe.schedule import Program, ScheduleError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from evenpipe.planner.descriptions import Device
+from evenpipe.descriptions import Device
 from evenpipe.planner.operations.operation import Operation, Parameters, summed
 from evenpipe.planner.operations.parts import Blocks, Part, Recomputed
 from evenpipe.planner.run import Recompute, Run

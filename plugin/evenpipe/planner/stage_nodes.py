@@ -8,7 +8,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple, TypeVar
 
-from evenpipe.planner.descriptions import Cluster, Device, Model
+from evenpipe.descriptions import Cluster, Device, Model
 from evenpipe.planner.iteration import HandOver, PartTime, hand_over
 from evenpipe.planner.kernels import Calibration, Kernels, in_pairs
 from evenpipe.planner.run import Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from evenpipe.planner.descriptions import Cluster, Framework, Model
+from evenpipe.descriptions import Cluster, Framework, Model
 from evenpipe.planner.run import Run
 
 __all__ = ["BEYOND", "EXPERTS", "TUNED", "WITHIN", "Uncertainty", "uncertainty_of"]

@@ -11,8 +11,8 @@ from pathlib import PurePath
 from shutil import which
 from typing import Any, Final
 
+from evenpipe.descriptions import Cluster, DescriptionError, Model, framework
 from evenpipe.planner.arguments import FlagError
-from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, framework
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.question import Engine

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final, NoReturn
 
-from evenpipe.planner.descriptions import Model, described
+from evenpipe.descriptions import Model, described
 from evenpipe.planner.run import Run
 from evenpipe.recipes.recipe import Recipe, RecipeError
 from evenpipe.recipes.rendering import Flag, Group, Variable, lines, verbatim

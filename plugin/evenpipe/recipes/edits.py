@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Final
 
-from evenpipe.planner.descriptions import Model
+from evenpipe.descriptions import Model
 from evenpipe.planner.run import Run
 from evenpipe.recipes.line import Line
 from evenpipe.recipes.megatron import run_flags

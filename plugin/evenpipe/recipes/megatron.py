@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Final, NamedTuple
 
+from evenpipe.descriptions import Model
 from evenpipe.planner.arguments import FlagError, Pipelined, Values, model_of, parse_flags, run_of
-from evenpipe.planner.descriptions import Model
 from evenpipe.planner.features import flags_of
 from evenpipe.planner.flag_needs import Given, without_effect
 from evenpipe.planner.layout_text import unrolled

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from evenpipe.planner.descriptions import Cluster, Model
+from evenpipe.descriptions import Cluster, Model
 from evenpipe.recipes.deepspeed import CONFIGURATION
 from evenpipe.recipes.recipe import Framework, Launcher, RecipeError
 from evenpipe.wording.validation import first_message

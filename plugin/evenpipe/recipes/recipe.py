@@ -12,9 +12,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from evenpipe.descriptions import Cluster, Model
+from evenpipe.descriptions import framework as described_framework
 from evenpipe.planner.arguments import Values, parse_flags
-from evenpipe.planner.descriptions import Cluster, Model
-from evenpipe.planner.descriptions import framework as described_framework
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.features import features_of
 from evenpipe.planner.run import Run

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from evenpipe.planner.descriptions import Model
+from evenpipe.descriptions import Model
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.question import Engine
 from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, Framework, Launcher, Recipe, RecipeError, Settings, series

@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenpipe.partition.code import (
+from evenpipe.partition.dawnpiper.problem import PartitionError
+from evenpipe.partition.search.plan import Plan
+from evenpipe.runtime.executor import Observer
+from evenpipe.runtime.host_memory import check_hosts
+from evenpipe.runtime.precisions import autocast_dtype, autocasting, precision_name
+from evenpipe.runtime.recompute_swap import Keeper
+from evenpipe.runtime.resources import StageFigures, per_stage
+from evenpipe.runtime.stage import Edges, ModuleStage
+from evenpipe.schedule import Unit
+from evenpipe.stage_code import (
     Boundary,
     Draws,
     Part,
@@ -21,15 +30,6 @@ from evenpipe.partition.code import (
     tensors_of,
     users_lines,
 )
-from evenpipe.partition.dawnpiper.problem import PartitionError
-from evenpipe.partition.search.plan import Plan
-from evenpipe.runtime.executor import Observer
-from evenpipe.runtime.host_memory import check_hosts
-from evenpipe.runtime.precisions import autocast_dtype, autocasting, precision_name
-from evenpipe.runtime.recompute_swap import Keeper
-from evenpipe.runtime.resources import StageFigures, per_stage
-from evenpipe.runtime.stage import Edges, ModuleStage
-from evenpipe.schedule import Unit
 from evenpipe.torch.base import Pipeline, shares, stage_in
 from evenpipe.torch.batches import Evaluation, Shown, Tokens, WithoutDropout, mean_loss, share_of, weights_of
 from evenpipe.torch.offers import PLANNED_OFFERS

@@ -7,7 +7,7 @@ from evenpipe.megatron.cpu_mode import install_cpu_mode
 
 install_cpu_mode()
 
-from evenpipe.megatron.layout_model import build, read  # noqa: E402
+from evenpipe.megatron_lm.layout_model import build, read  # noqa: E402
 from evenpipe.planner.arguments import Pipelined, model_of, run_of  # noqa: E402
 from evenpipe.planner.operations.operation import total  # noqa: E402
 from evenpipe.planner.operations.parts import Blocks  # noqa: E402

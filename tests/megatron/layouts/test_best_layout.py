@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.megatron.layout_model import read
-from evenpipe.partition.layouts.gpt import LayoutError
-from evenpipe.partition.layouts.measured import measured
-from evenpipe.partition.layouts.plan import best_layout
-from evenpipe.partition.layouts.search import moves
-from evenpipe.partition.layouts.split import Problem
+from evenpipe.descriptions import device
+from evenpipe.layouts.gpt import LayoutError
+from evenpipe.layouts.measured import measured
+from evenpipe.layouts.plan import best_layout
+from evenpipe.layouts.search import moves
+from evenpipe.layouts.split import Problem
+from evenpipe.megatron_lm.layout_model import read
 from evenpipe.partition.profile import Profile
-from evenpipe.planner.descriptions import device
 
 SMALL = (
     *("--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from evenpipe.megatron.layout_model import read
-from evenpipe.partition.layouts.plan import best_layout
+from evenpipe.layouts.plan import best_layout
+from evenpipe.megatron_lm.layout_model import read
 from evenpipe.planner.operations.operation import Parameters
 from evenpipe.planner.stage_bytes import states
 from evenpipe.train.machine import PlannedRun, stage_memory

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from evenpipe.partition.layouts.gpt import Pipeline
-from evenpipe.partition.layouts.layers import Layer, layout_text, parts_of
-from evenpipe.partition.layouts.plan import plan_layout
-from evenpipe.partition.layouts.split import Problem
+from evenpipe.layouts.gpt import Pipeline
+from evenpipe.layouts.layers import Layer, layout_text, parts_of
+from evenpipe.layouts.plan import plan_layout
+from evenpipe.layouts.split import Problem
 
 EMBEDDING, DENSE = Layer("E", "embedding", 1.0, 2.0), Layer("t", "dense", 10.0, 20.0)
 LOSS = Layer("L", "loss", 55.0, 65.0)

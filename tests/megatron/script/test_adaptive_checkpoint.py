@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenpipe.megatron.script.measured import TUNED
+from evenpipe.megatron_lm.measured import TUNED
 
 BESIDE, INSIDE = ".evenpipe_tuner/0000007.json", "iter_0000007/evenpipe_tuner.json"
 LIMIT = 1 << 30

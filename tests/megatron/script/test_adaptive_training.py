@@ -5,8 +5,8 @@ from argparse import Namespace
 
 import pytest
 
-from evenpipe.megatron.script.hooks import with_values
 from evenpipe.megatron.unsupported import why_one_size
+from evenpipe.megatron_lm.hooks import with_values
 
 
 def test_megatron_is_told_of_the_size_for_the_time_of_a_batch():

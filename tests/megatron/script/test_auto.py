@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from evenpipe.megatron.script.auto import auto_spec, why_stock
+from evenpipe.megatron_lm.auto import auto_spec, why_stock
 from evenpipe.schedule import Size, loop, vee
 
 

@@ -4,8 +4,8 @@ from argparse import Namespace
 
 import pytest
 
-from evenpipe.megatron.script.checks import check, warnings
-from evenpipe.megatron.script.flags import ArgumentError
+from evenpipe.megatron_lm.checks import check, warnings
+from evenpipe.megatron_lm.flags import ArgumentError
 from evenpipe.schedule import Size, build
 from evenpipe.settings.config import EvenPipeConfig
 

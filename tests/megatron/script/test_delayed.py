@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core import utils
 
-from evenpipe.megatron.script.delayed import _delaying, too_old_engine
+from evenpipe.megatron_lm.delayed import _delaying, too_old_engine
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.megatron.script.flags import ArgumentError, add_flags, config_from, destination
+from evenpipe.megatron_lm.flags import ArgumentError, add_flags, config_from, destination
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import flag
 

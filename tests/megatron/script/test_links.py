@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from evenpipe.megatron.script.link_table import LinkTable, recompute_scope, transfer_need
-from evenpipe.megatron.script.placing import place_process
+from evenpipe.megatron_lm.link_table import LinkTable, recompute_scope, transfer_need
+from evenpipe.megatron_lm.placing import place_process
 from evenpipe.runtime.placement import place
 from evenpipe.settings.config import EvenPipeConfig
 from tests.runtime.locations import printed, processes

@@ -4,9 +4,9 @@ from argparse import ArgumentParser, Namespace
 
 import pytest
 
-from evenpipe.megatron.script.flags import ArgumentError, add_flags, config_from
-from evenpipe.megatron.script.partition import check_vocabulary, lay_out, planned
-from tests.partition.layouts.written_plan import FLAGS, write_plan
+from evenpipe.megatron_lm.flags import ArgumentError, add_flags, config_from
+from evenpipe.megatron_lm.partition import check_vocabulary, lay_out, planned
+from tests.layouts.written_plan import FLAGS, write_plan
 
 
 def arguments(path, *flags, **others):

@@ -4,8 +4,8 @@ from argparse import Namespace
 
 import pytest
 
-from evenpipe.megatron.script.flags import ArgumentError
-from evenpipe.megatron.script.placing import place_process
+from evenpipe.megatron_lm.flags import ArgumentError
+from evenpipe.megatron_lm.placing import place_process
 from evenpipe.runtime.placement import NotPlacedError
 from evenpipe.settings.config import EvenPipeConfig
 

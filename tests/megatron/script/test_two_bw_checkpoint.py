@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from evenpipe.megatron.script.hooks import folder_of
-from evenpipe.megatron.script.two_bw.checkpoint import has_two_versions, resume, save
+from evenpipe.megatron_lm.hooks import folder_of
+from evenpipe.megatron_lm.two_bw.checkpoint import has_two_versions, resume, save
 from evenpipe.two_bw.side_file import SideFileError
 
 BESIDE, INSIDE = ".evenpipe_2bw/0000007_stage_02_shard_01.pt", "iter_0000007/evenpipe_2bw/stage_02_shard_01.pt"

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from megatron.core import parallel_state
 
 from evenpipe.megatron.cpu_mode import cpu_mode
-from evenpipe.megatron.script.start import trace_of
+from evenpipe.megatron_lm.start import trace_of
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import Edges, ModuleStage

@@ -17,8 +17,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
-from evenpipe.megatron.script.link_table import LinkTable
-from evenpipe.megatron.script.placing import place_process
+from evenpipe.megatron_lm.link_table import LinkTable
+from evenpipe.megatron_lm.placing import place_process
 from evenpipe.settings.config import EvenPipeConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

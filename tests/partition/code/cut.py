@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from evenpipe.partition.code import Draws, Part, drawing, load_parts, write_stages
+from evenpipe.descriptions import device
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.models import Example
@@ -18,7 +18,7 @@ from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.plan import Plan, plan_of
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph
-from evenpipe.planner.descriptions import device
+from evenpipe.stage_code import Draws, Part, drawing, load_parts, write_stages
 
 SEED = 5
 CPU = Roofline(device("a100-40gb"))

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from evenpipe.partition.code import Draws, drawing, load_parts, write_stages
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.models import Example
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.trace import trace
+from evenpipe.stage_code import Draws, drawing, load_parts, write_stages
 from tests.partition.code.cut import SEED, profiled
 
 transformers = pytest.importorskip("transformers")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenpipe.partition.code import StageCodeError, compare_stages
 from evenpipe.partition.models import Example
 from evenpipe.partition.trace import trace
+from evenpipe.stage_code import StageCodeError, compare_stages
 from tests.partition.code.cut import plan_at, profiled, written
 
 

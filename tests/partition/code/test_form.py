@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from evenpipe.partition.code import StageCodeError, load_parts, part_types
-from evenpipe.partition.code.form import check_form
 from evenpipe.partition.models import Example
 from evenpipe.partition.trace import trace
+from evenpipe.stage_code import StageCodeError, load_parts, part_types
+from evenpipe.stage_code.form import check_form
 from tests.partition.code.cut import plan_at, profiled, written
 
 STAGE = '''"""Stage."""
 import torch
-from evenpipe.partition.code import Boundary, Part
+from evenpipe.stage_code import Boundary, Part
 aten = torch.ops.aten
 PLAN = "0"
 FILES = {{}}
@@ -59,7 +59,7 @@ def test_operations_on_tensors_pass(statement: str) -> None:
         stage(module="import os"),
         stage(module="import torch as operator"),
         stage(module="from os import system"),
-        stage(module="from evenpipe.partition.code import load_parts"),
+        stage(module="from evenpipe.stage_code import load_parts"),
         stage(module="print(1)"),
         stage(module="aten = torch.ops.debugprims"),
         stage(module="FILES = {**FILES}"),

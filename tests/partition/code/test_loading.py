@@ -17,11 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from evenpipe.partition.code import Draws, StageCodeError, load_parts, write_stages
 from evenpipe.partition.dawnpiper.problem import PartitionError
 from evenpipe.partition.models import Example, from_config
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.trace import trace, weightless
+from evenpipe.stage_code import Draws, StageCodeError, load_parts, write_stages
 from tests.partition.code.cut import batches, drawn_cuts, plan_at, profiled, written
 
 MODEL = """

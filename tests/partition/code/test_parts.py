@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from evenpipe.partition.code import Draws, drawing
 from evenpipe.partition.models import MODELS, Example
 from evenpipe.partition.trace import trace
+from evenpipe.stage_code import Draws, drawing
 from tests.partition.code.cut import (
     SEED,
     adds_up_alike,

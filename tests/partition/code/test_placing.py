@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from evenpipe.partition.code import StageCodeError, State
-from evenpipe.partition.code.loading import place
+from evenpipe.stage_code import StageCodeError, State
+from evenpipe.stage_code.loading import place
 
 CPU = torch.device("cpu")
 

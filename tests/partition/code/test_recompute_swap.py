@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenpipe.partition.code import Draws, Part, StageCodeError, users_lines
+from evenpipe.descriptions import device
 from evenpipe.partition.dawnpiper.capuchin import Around, Fit, Load, Optimize, fit
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import Problem
@@ -21,9 +21,9 @@ from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.plan import plan_of
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph, trace
-from evenpipe.planner.descriptions import device
 from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.store import ActivationStore
+from evenpipe.stage_code import Draws, Part, StageCodeError, users_lines
 from tests.partition.code.cut import SEED, batches, drawn_cuts, profiled, written
 
 STAGES = 2

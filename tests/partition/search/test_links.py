@@ -9,6 +9,7 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
+from evenpipe.descriptions import cluster, device
 from evenpipe.partition.dawnpiper.bipar import bipar
 from evenpipe.partition.dawnpiper.capuchin import Optimize
 from evenpipe.partition.dawnpiper.copies import Workload
@@ -20,7 +21,6 @@ from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import trace, weightless
-from evenpipe.planner.descriptions import cluster, device
 from evenpipe.schedule import Size, build, find
 from evenpipe.simulate import simulate
 from tests.partition.profiles import PLENTY, problem_of, transformer

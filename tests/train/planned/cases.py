@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from evenpipe.partition.code import drawing, write_stages
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.models import Example, build
 from evenpipe.partition.models.described import for_training, inputs_of
@@ -26,6 +25,7 @@ from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.timing import NodeTimes
 from evenpipe.partition.trace import trace
+from evenpipe.stage_code import drawing, write_stages
 from evenpipe.torch.planned import PlannedPipeline
 
 sys.path.insert(0, str(Path(__file__).parents[3]))

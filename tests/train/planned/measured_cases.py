@@ -19,7 +19,6 @@ import torch.multiprocessing as mp
 from cases import SIZE, UNTIED, Alike, batch_of, example_of
 from torch import Tensor, nn
 
-from evenpipe.partition.code import write_stages
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.models import Example
 from evenpipe.partition.profile import Profile
@@ -27,6 +26,7 @@ from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.trace import trace
+from evenpipe.stage_code import write_stages
 from evenpipe.torch.planned import PlannedPipeline
 
 MICRO_BATCHES, WIDTH = 8, 64

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from evenpipe.partition.code import load_parts, write_stages
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.finding import find_plan
@@ -25,6 +24,7 @@ from evenpipe.partition.trace import trace
 from evenpipe.runtime import host_memory
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import Size, build
+from evenpipe.stage_code import load_parts, write_stages
 from evenpipe.torch import planned as planned_pipeline
 from evenpipe.torch.batches import Evaluation
 from evenpipe.torch.pipeline import ModulePipeline

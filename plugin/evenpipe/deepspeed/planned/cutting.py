@@ -18,10 +18,10 @@ from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.planned.stage import CutStage, is_label
 from evenpipe.deepspeed.planned.whole_model import LOSS, TIED, add_layer, cast_parameters
 from evenpipe.deepspeed.section import SectionError
-from evenpipe.partition.code import Part, StageCodeError, load_parts, part_types, tensors_of
 from evenpipe.partition.dawnpiper.problem import PartitionError
 from evenpipe.partition.search.plan import Plan
 from evenpipe.runtime.heartbeat import job_timeout
+from evenpipe.stage_code import Part, StageCodeError, load_parts, part_types, tensors_of
 
 __all__ = ["cut", "layer_of", "layers_of"]
 

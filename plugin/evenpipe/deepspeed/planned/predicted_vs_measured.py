@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from evenpipe.deepspeed.static_memory import static_bytes
-from evenpipe.partition.code import compare_with_plan
 from evenpipe.partition.search.plan import Plan
 from evenpipe.runtime.resources import StageFigures, highest_of_all
+from evenpipe.stage_code import compare_with_plan
 
 __all__ = ["PlanComparison"]
 

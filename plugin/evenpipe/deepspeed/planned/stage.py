@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from evenpipe.deepspeed.section import NAME, SectionError
-from evenpipe.partition.code import Boundary, Draws, Part, sizes_on_host
 from evenpipe.partition.search.plan import Plan
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.host_memory import check_hosts
 from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.schedule import Action, Unit
+from evenpipe.stage_code import Boundary, Draws, Part, sizes_on_host
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["INPUTS", "LABELS", "CutStage", "is_label", "jointly", "named"]

@@ -8,11 +8,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from evenpipe.descriptions import Cluster
 from evenpipe.partition.costs.matrices import Numbers
 from evenpipe.partition.dawnpiper.copies import PIPEDREAM, Workload
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.search.plan import Crossing
-from evenpipe.planner.descriptions import Cluster
 from evenpipe.schedule import Program, Size, build, find
 from evenpipe.simulate import ManyCosts
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from evenpipe.planner.descriptions import Model
+from evenpipe.descriptions import Model
 from evenpipe.planner.quantized import Quantization
 from evenpipe.planner.run import Adapted, Graph, Module, Run
 

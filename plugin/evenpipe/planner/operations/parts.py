@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
-from evenpipe.planner.descriptions import Model
+from evenpipe.descriptions import Model
 from evenpipe.planner.operations.layer import attention, attention_mask_bytes, experts, mlp
 from evenpipe.planner.operations.operation import Collective, Moved, Operation, Parameters, Shard, total
 from evenpipe.planner.run import OffloadModule, Run

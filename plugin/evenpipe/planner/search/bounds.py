@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Final, NamedTuple
 
-from evenpipe.planner.descriptions import Device, Model
+from evenpipe.descriptions import Device, Model
 from evenpipe.planner.estimate import Positions
 from evenpipe.planner.iteration import HandOver, PartTime, batch_end, part_times
 from evenpipe.planner.kernels import FITTED, Kernels

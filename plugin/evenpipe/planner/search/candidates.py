@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 from itertools import count, product
 from typing import Final, Literal, NamedTuple
 
-from evenpipe.planner.descriptions import Model
+from evenpipe.descriptions import Model
 from evenpipe.planner.estimate import Positions, positions_of
 from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Placement, Run
 from evenpipe.planner.search.bounds import (

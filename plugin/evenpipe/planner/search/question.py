@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product
 from typing import Final, get_args
 
-from evenpipe.planner.descriptions import Cluster, Framework, Model
+from evenpipe.descriptions import Cluster, Framework, Model
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.group_memory import divisors
 from evenpipe.planner.run import EstimateError, Module, Placement, Recompute, Run

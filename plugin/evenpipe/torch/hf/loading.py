@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from evenpipe.partition.code import files_of, opened
 from evenpipe.partition.models import ModelError, made_in
 from evenpipe.runtime.precisions import precision_name
+from evenpipe.stage_code import files_of, opened
 
 __all__ = ["Checkpoint", "Pretrained", "transformers", "weightless_model"]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenpipe.partition.code import write_stages
+from evenpipe.descriptions import device as data_sheet
 from evenpipe.partition.dawnpiper.capuchin import Optimize
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
@@ -25,9 +25,9 @@ from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.search.plan import Plan, plan_of
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph, TraceError, tensors_of, trace, weightless
-from evenpipe.planner.descriptions import device as data_sheet
 from evenpipe.runtime.precisions import autocasting, precision_name
 from evenpipe.schedule import ScheduleError
+from evenpipe.stage_code import write_stages
 
 __all__ = ["COUNT", "Cutting", "Plans", "adopt"]
 
