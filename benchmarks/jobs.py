@@ -72,7 +72,7 @@ JOBS: Final = (
     Job("peers", 60, script("peers"), "peers.png", timed=True),
     Job("zero_bubble_peers", 10, script("peers", *NEXT_TO_NO_BUBBLE), timed=True),
     Job("bubbles", 8, script("bubbles"), timed=True),
-    Job("corrections", 4, script("corrections", "--repeats", "9", "--batches", "2"), timed=True),
+    Job("corrections", 1, script("corrections"), timed=True),
     Job("bubbles_in_a_script", 6, script("bubbles", *SMALL), checkout=True, timed=True),
     Job("deepspeed_bubbles", 10, script("deepspeed_bubbles"), timed=True),
     Job("megatron_lm", 5, script("megatron_lm"), checkout=True, timed=True),

@@ -53,6 +53,7 @@ _FLAGS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "cpu_offloading": "--cpu-offloading-num-layers",
         "fp4": "--fp4-format",
+        "fp4_param": "--fp4-param-gather",
         "fp8": "--fp8-format",
         "nccl_ub": "--use-nccl-ub",
     }

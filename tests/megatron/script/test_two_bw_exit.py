@@ -20,7 +20,9 @@ def on_cpu(alone, monkeypatch):
 
 def stepping():
     """2BW with a step that is submitted, and whose figures are still to be gathered."""
-    gradients = Mock(Gradients, versions=MagicMock(), exchange=None, loss_scale=None, param_groups=[], decides=False)
+    gradients = Mock(
+        Gradients, versions=MagicMock(in_place=False), exchange=None, loss_scale=None, param_groups=[], decides=False
+    )
     gradients.hold.return_value = torch.zeros(1)
     two_bw = TwoBW(gradients, find("2bw"), bpipe=False)
     two_bw.submit()
