@@ -131,7 +131,7 @@ def test_a_v_is_not_searched_for_evictions(costs: str, tmp_path: Path, capsys: p
     path.write_text(json.dumps(document(peer_bytes_per_ms=50)))
     assert main(["schedule", "--schedule", "searched", "--costs", str(path), *SIZES, *QUICK, "--json"]) == 0
     said = capsys.readouterr()
-    assert "nothing is evicted: only straight placements are searched for evictions" in said.err
+    assert "nothing is evicted to partners: only straight placements are searched for that" in said.err
     assert not any(json.loads(said.out)["evictions"])
 
 

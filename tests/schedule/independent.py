@@ -64,17 +64,16 @@ def _life(schedule: Schedule, stage: int, row: tuple[Action, ...]) -> Iterator[s
 
 
 def _versions(schedule: Schedule, stage: int, row: tuple[Action, ...]) -> Iterator[str]:
-    """Of two buffers, U<t> writes W(t + 1) over W(t − 1)."""
+    """Of two buffers, U<t> writes W(t + 1) over W(t − 1); of one, over W(t)."""
     updates = [action.micro_batch for action in row if action.kind == "U"]
-    if schedule.weight_versions == 1:
-        if updates:
-            yield "an update in a batch of its own"
+    if schedule.weight_versions == 1 and not updates:
         return
     if updates != list(range(schedule.batches)):
         yield "updates are not there once each, in order"
     buffers = {0}
     left = [schedule.micro_batches * schedule.chunks] * schedule.batches
     flying = 0
+    begun: dict[tuple[int, int], int] = {}
     for action in row:
         if action.kind == "U":
             if left[action.micro_batch]:
@@ -82,8 +81,14 @@ def _versions(schedule: Schedule, stage: int, row: tuple[Action, ...]) -> Iterat
             buffers = {action.micro_batch, action.micro_batch + 1}
         elif action.kind in "FBDW":
             batch = action.micro_batch // schedule.micro_batches
-            if max(batch - 1, 0) not in buffers:
+            if schedule.weight_versions == 2 and max(batch - 1, 0) not in buffers:
                 yield "a weight version that is not there"
+            if action.kind == "F":
+                begun[action.micro_batch, action.chunk] = max(buffers)
+            elif schedule.weight_versions == 1:
+                drift = max(buffers) - begun[action.micro_batch, action.chunk]
+                if drift > -(-(schedule.stages - 1 - stage) // schedule.micro_batches):
+                    yield "a forward on weights that are too old for its backward"
             left[batch] -= action.kind in "BW"
             flying += (action.kind == "F") - (action.kind in "BW")
             if flying > (schedule.stages - stage) * schedule.chunks:

@@ -49,7 +49,8 @@ def add_to(commands: Commands) -> None:
         "\n                    -- [torchrun ...] pretrain_gpt.py [FLAGS ...]\n"
         "       evenpipe fit [...] run_config.yaml|CHECKPOINT|RECIPE\n"
         "       evenpipe fit [...] --model NAME|--hf PATH --stages P ds_config.json\n"
-        "       evenpipe fit [...] --model NAME|--hf PATH --stages P -- deepspeed train.py --deepspeed_config ds.json",
+        "       evenpipe fit [...] --model NAME|--hf PATH --stages P\n"
+        "                    -- deepspeed train.py --deepspeed_config ds.json",
         beyond="the run's own line goes behind --; or a configuration that Megatron-Bridge saved, a recipe's folder, "
         "or DeepSpeed's JSON, with what it does not say of the run",
         epilog="--json prints a document evenpipe.fit/1: now (an evenpipe.estimate/1), answers, and notes.",
