@@ -18,7 +18,7 @@ from megatron.core.transformer import cuda_graphs
 from evenpipe.megatron.captured import captured_row, refused_capture
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import installed_release
-from evenpipe.schedule import Schedule, Size, Unit, build, find, overlapping
+from evenpipe.schedule import Schedule, Size, Unit, build, find, fused_form
 
 # Until 0.15 it was one of the schedules.
 convert = getattr(cuda_graphs, "convert_schedule_table_to_order", None) or megatrons.convert_schedule_table_to_order
@@ -92,7 +92,7 @@ def test_without_graphs_no_schedule_is_asked_for() -> None:
 @given(st.integers(2, 8), st.integers(2, 4), st.integers(1, 4))
 def test_experts_messages_are_hidden_in_megatrons_order(p: int, v: int, batches: int) -> None:
     m = p * batches
-    schedule = build(overlapping(find("interleaved"), v), Size(p, m, v)).schedule
+    schedule = build(fused_form(find("interleaved"), v), Size(p, m, v)).schedule
     table = megatrons.get_schedule_table(m, v, p)
     for stage in range(p):
         with pytest.MonkeyPatch.context() as patched:

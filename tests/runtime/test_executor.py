@@ -29,8 +29,8 @@ from evenpipe.schedule import (
     Size,
     Unit,
     find,
+    fused_form,
     lower,
-    overlapping,
     verify,
 )
 from evenpipe.schedule import build as build_program
@@ -94,7 +94,7 @@ WIDE = "1f1b p=4 m=8 bpipe, one large storage among small ones"
 CAST = "1f1b p=4 m=8 bpipe, tensors that consist of others"
 FUSED = {
     f"{name} p={p} m={m} fused{' bpipe' if bpipe else ''}": build_program(
-        overlapping(find(name), 2), Size(p, m, 2), bpipe
+        fused_form(find(name), 2), Size(p, m, 2), bpipe
     )
     for name, p, m, bpipe in [("interleaved", 4, 12, True), ("interleaved", 2, 6, False), ("dualpipev", 4, 10, False)]
 }
@@ -229,7 +229,7 @@ def test_tensors_that_consist_of_others_are_counted_and_leave(outcomes):
 def test_forwards_and_backwards_are_computed_together(name, outcomes):
     program = FUSED[name]
     for stage, batches in enumerate(batches_of(outcomes, name)):
-        together = sum(step.beside is not None for step in program.steps[stage])
+        together = sum(step.fused is not None for step in program.steps[stage])
         assert [batch["together"] for batch in batches] == [together] * len(batches)
         assert together > 0
 

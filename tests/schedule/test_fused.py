@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import BACKWARD, COMPUTE, FORWARD, Queues, ScheduleError, Size, find, lower, overlapping
+from evenpipe.schedule import BACKWARD, COMPUTE, FORWARD, Queues, ScheduleError, Size, find, fused_form, lower
 from evenpipe.schedule import build as build_program
 from tests.schedule.deadlock import blocking_calls, stuck
 from tests.schedules import build
@@ -17,7 +17,7 @@ kinds = st.sampled_from(get_args(Queues))
 
 
 def fused(name, size, bpipe=False, queues="many"):
-    return build_program(overlapping(find(name), size.chunks), size, bpipe, queues)
+    return build_program(fused_form(find(name), size.chunks), size, bpipe, queues)
 
 
 @given(st.integers(2, 6), st.integers(2, 3), st.integers(1, 4), st.booleans(), kinds)
@@ -44,12 +44,12 @@ def test_nor_do_stages_of_a_v(p, m, queues):
 )
 def test_they_are_most_of_the_steady_part(name, size, together):
     program = fused(name, size)
-    assert [sum(step.beside is not None for step in row) for row in program.steps] == together
+    assert [sum(step.fused is not None for step in row) for row in program.steps] == together
     for row in program.steps:
         for step, following in pairwise(row):
-            if step.beside is not None:
+            if step.fused is not None:
                 assert (step.action.kind, following.action.kind) == (FORWARD, BACKWARD)
-                assert step.beside.action == following.action
+                assert step.fused.action == following.action
                 assert following.takes is None
 
 
@@ -80,4 +80,4 @@ def test_a_backward_whose_gradient_comes_later_than_the_forward_begins_is_refuse
 @pytest.mark.parametrize("name", ["zbv", "2bw", "kfkb", "gpipe", "zb-h1"])
 def test_others_have_no_such_order_and_say_which_do(name):
     with pytest.raises(ScheduleError, match="computed together: choose one of interleaved, dualpipev"):
-        overlapping(find(name), 2)
+        fused_form(find(name), 2)

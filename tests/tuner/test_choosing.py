@@ -111,7 +111,7 @@ def looped(cap, chunks=2):
 
 
 def test_passes_that_are_computed_together_have_megatron_s_order_with_and_without_bpipe():
-    together = find(AUTO).overlapped
+    together = find(AUTO).fused_form
     assert {one.name for one in options(looped(0), Size(4, 8, 2), of=together)} == {
         *("interleaved", "interleaved with BPipe"),
     }

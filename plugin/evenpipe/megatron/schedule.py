@@ -43,8 +43,8 @@ from evenpipe.schedule import (
     Unit,
     check_offers,
     choose,
+    fused_form,
     links,
-    overlapping,
 )
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class PipelineSchedule:
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
         config, release = get_model_config(chunks[0]), self._release
         if overlaps(config) and not self.programs.spec.fused:
-            self.programs = Programs(overlapping(self.programs.spec, len(chunks)), self.bpipe, self.programs.queues)
+            self.programs = Programs(fused_form(self.programs.spec, len(chunks)), self.bpipe, self.programs.queues)
         records = self.bpipe or self.measure or self.swap is not None
         refuse_unsupported(config, self.bpipe, chunks, records, "split" in self.needs, self.swap is not None)
         given = groups_given.pop(release.process_groups_argument, None)

@@ -37,8 +37,8 @@ def auto_spec(args: Namespace, micro_batches: int) -> Spec:
     of p even stages idles (p - 1) / (2 m) of its time there, and no order saves more than all of it.
     """
     if overlaps(args):
-        assert SPEC.overlapped is not None
-        return SPEC.overlapped
+        assert SPEC.fused_form is not None
+        return SPEC.fused_form
     if any(refused_settings(args, False, halves=True)):
         return WHOLE
     idle = (args.pipeline_model_parallel_size - 1) / (2 * micro_batches)

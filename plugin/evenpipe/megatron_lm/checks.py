@@ -23,7 +23,7 @@ from evenpipe.megatron.vee import check_placement
 from evenpipe.megatron_lm.delayed import too_old_engine
 from evenpipe.megatron_lm.flags import ArgumentError
 from evenpipe.report.files import check_writable
-from evenpipe.schedule import AUTO, Need, Programs, ScheduleError, Size, Spec, check_offers, overlapping
+from evenpipe.schedule import AUTO, Need, Programs, ScheduleError, Size, Spec, check_offers, fused_form
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in, one_group
 from evenpipe.settings.spelling import FLAGS, flag
@@ -106,7 +106,7 @@ def spec_of(config: EvenPipeConfig, args: Namespace) -> Spec:
         return auto_spec(args, _size(args, 1).micro_batches)
     if not overlaps(args):
         return config.spec
-    return overlapping(config.spec, args.virtual_pipeline_model_parallel_size or 1)
+    return fused_form(config.spec, args.virtual_pipeline_model_parallel_size or 1)
 
 
 def _fit_table(spec: Spec, args: Namespace) -> None:

@@ -173,7 +173,7 @@ class Run:
         """
         named = choose(self.schedule)
         found = choose(named.chunked) if self.chunks > 1 and named.chunked else named
-        return found.overlapped or found if self.overlap_experts and self.stages > 1 else found
+        return found.fused_form or found if self.overlap_experts and self.stages > 1 else found
 
     @property
     def delayed(self) -> bool:

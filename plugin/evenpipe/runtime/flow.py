@@ -25,7 +25,7 @@ from evenpipe.schedule import (
     SWAP_OUT,
     WEIGHT_GRADIENT,
     Action,
-    Beside,
+    FusedBackward,
     Gathering,
     Kind,
     Message,
@@ -90,7 +90,7 @@ class Flow:
         inputs = None if step.takes is None else self.received.pop(step.takes)
         self.resources.observer.started(action)
         with self.resources.computed.running() if self.resources.measure else nullcontext():
-            results = self.compute(action, inputs) if step.beside is None else self.both(action, inputs, step.beside)
+            results = self.compute(action, inputs) if step.fused is None else self.fused(action, inputs, step.fused)
         self.resources.observer.ended(action)
         self.post(step.then_post)
         if step.send is not None:
@@ -129,13 +129,15 @@ class Flow:
             self.stepping_for(action.micro_batch).update()
         return []
 
-    def both(self, action: Action, inputs: list[Tensor] | None, beside: Beside) -> list[Tensor]:
-        """Compute a forward together with the backward `beside` it; return the forward's outputs."""
-        stage, backward = cast(FusingStage, self.stage), beside.action
-        gradients = None if beside.takes is None else self.received.pop(beside.takes)
+    def fused(self, action: Action, inputs: list[Tensor] | None, backward: FusedBackward) -> list[Tensor]:
+        """Compute a forward together with `backward`, which follows it; return the forward's outputs."""
+        stage = cast(FusingStage, self.stage)
+        gradients = None if backward.takes is None else self.received.pop(backward.takes)
 
         def forward(unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
-            outputs, self.ahead[backward] = stage.forward_and_backward(unit, inputs, backward.unit, gradients)
+            outputs, self.ahead[backward.action] = stage.forward_and_backward(
+                unit, inputs, backward.action.unit, gradients
+            )
             return outputs
 
         return self.forward(action.unit, inputs, forward)

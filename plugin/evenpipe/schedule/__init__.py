@@ -34,13 +34,13 @@ from evenpipe.schedule.build import (
     build,
     check_offers,
     choose,
+    fused_form,
     needs_of,
     offered,
-    overlapping,
     without_cycle_collector,
 )
 from evenpipe.schedule.known import AUTO, SEARCHED, find, names, own
-from evenpipe.schedule.lower import Beside, Lazy, Program, Step, lower
+from evenpipe.schedule.lower import FusedBackward, Lazy, Program, Step, lower
 from evenpipe.schedule.order import Clock, Queues, strictest
 from evenpipe.schedule.passes import (
     GAINING,
@@ -92,12 +92,12 @@ __all__ = [
     "WEIGHT_GRADIENT",
     "Action",
     "ActionKind",
-    "Beside",
     "Clock",
     "Column",
     "Cost",
     "DelayCorrection",
     "Drawing",
+    "FusedBackward",
     "Gathering",
     "Kind",
     "Lazy",
@@ -130,6 +130,7 @@ __all__ = [
     "choose",
     "find",
     "format_grid",
+    "fused_form",
     "links",
     "loop",
     "lower",
@@ -137,7 +138,6 @@ __all__ = [
     "names",
     "needs_of",
     "offered",
-    "overlapping",
     "own",
     "parse",
     "partner",

@@ -28,9 +28,9 @@ __all__ = [
     "build",
     "check_offers",
     "choose",
+    "fused_form",
     "needs_of",
     "offered",
-    "overlapping",
     "without_cycle_collector",
 ]
 
@@ -202,19 +202,19 @@ class Programs:
         self._built[size] = program
 
 
-def overlapping(spec: Spec, chunks: int) -> Spec:
+def fused_form(spec: Spec, chunks: int) -> Spec:
     """Return the schedule for stages of so many model chunks that compute forwards and backwards together.
 
     Raises :class:`ScheduleError`, one line, where it has no order for that.
     """
     found = find(spec.chunked) if spec.chunked is not None and chunks > 1 else spec
-    if found.overlapped is None:
-        those = ", ".join(name for name in own() if find(name).overlapped is not None)
+    if found.fused_form is None:
+        those = ", ".join(name for name in own() if find(name).fused_form is not None)
         raise ScheduleError(
             f"schedule={spec.name}: has no order in which forwards and backwards are computed together: choose one of "
             f"{those}"
         )
-    return found.overlapped
+    return found.fused_form
 
 
 def needs_of(schedule: Schedule) -> frozenset[Need]:

@@ -36,7 +36,7 @@ from evenpipe.schedule.table import Column
 from evenpipe.schedule.topology import Gathering, Link, Message, links
 from evenpipe.schedule.wiring import Wiring
 
-__all__ = ["Beside", "Lazy", "Program", "Step", "check_gatherings", "check_order", "lower", "steps_of"]
+__all__ = ["FusedBackward", "Lazy", "Program", "Step", "check_gatherings", "check_order", "lower", "steps_of"]
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     ``then_post``: the same as ``post``, for what comes after the action and before ``send``.
     ``send``: what compute gives a neighbour when it ends; local, where the next part of the model is on this stage.
     ``takes``: what compute got from a neighbour: one of ``complete``, or local.
-    ``beside``: the backward, the stage's next action, that is computed together with this forward, and what it takes.
+    ``fused``: the backward, the stage's next action, that is computed together with this forward, and what it takes.
     Its own step has only to send what that gave.
     """
 
@@ -63,10 +63,10 @@ class Step(NamedTuple):
     send: Message | None = None
     takes: Message | None = None
     follows: tuple[Message, ...] = ()
-    beside: Beside | None = None
+    fused: FusedBackward | None = None
 
 
-class Beside(NamedTuple):
+class FusedBackward(NamedTuple):
     """A backward that is computed together with the forward before it, and what it got from a neighbour."""
 
     action: Action
@@ -165,7 +165,6 @@ def steps_of(program: Program, stage: int, gatherings: Column) -> tuple[Step, ..
     departures = iter(_present(wiring.messages(wiring.leaving(stage)[0])))
     columns = (wiring.messages(column) for column in (*waits, taken, wiring.starts[rows]))
     fused = fusable(program.order, stage) if program.fused else frozenset()
-    beside: Beside | None = None
     steps: list[Step] = []
     for number, action, departs, is_compute, transferred, received, settled, takes, starts in zip(
         numbers.tolist(), program.schedule.actions[stage], departing.tolist(), computes.tolist(), *columns, strict=True
@@ -178,8 +177,8 @@ def steps_of(program: Program, stage: int, gatherings: Column) -> tuple[Step, ..
                 taken_there = steps[-1]
                 complete = tuple(message for message in complete if message != takes)
                 given = () if takes is None or takes.is_local else (takes,)
-                beside, takes = Beside(action, takes), None
-                steps[-1] = taken_there._replace(complete=(*taken_there.complete, *given), beside=beside)
+                backward, takes = FusedBackward(action, takes), None
+                steps[-1] = taken_there._replace(complete=(*taken_there.complete, *given), fused=backward)
             steps.append(Step(posts, (*departed, *complete), action, None, then_posts, starts, takes))
         else:
             steps.append(Step(posts, complete, action, starts, then_posts, follows=departed))
@@ -285,9 +284,9 @@ def check_steps(order: Order, gatherings: Column, stage: int, steps: Sequence[St
         for at, step in enumerate(steps):
             begun.update(step.post)
             completes = begun.issuperset(step.complete) and begun.issuperset(step.follows)
-            if (beside := step.beside) is not None:  # what both take is there before either begins
-                together = beside.action == row[at + 1] and met.get(beside.takes, _NOWHERE) < (own[at], 0, 0)
-                completes = completes and together
+            if (backward := step.fused) is not None:  # what both take is there before either begins
+                follows = backward.action == row[at + 1] and met.get(backward.takes, _NOWHERE) < (own[at], 0, 0)
+                completes = completes and follows
             sent = () if step.send is None or step.send.is_local else (step.send,)
             keys = [missing.pop(item, _NOWHERE) for item in step.post]
             keys.append((own[at], 0, 0) if step.transfer is None else missing.pop(step.transfer, _NOWHERE))

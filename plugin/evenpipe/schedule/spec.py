@@ -72,7 +72,7 @@ class Spec:
     which weighs many sizes, builds programs of all their micro-batches where they are None.
     chunked: the schedule that goes by this name too where stages have several model chunks.
     fused: a stage computes a backward together with the forward before it, where neither waits for the other.
-    overlapped: the same schedule with an order for that; None where it has none.
+    fused_form: the same schedule with an order for that; None where it has none.
     table: the schedule itself, where there is one for one size only: see :meth:`of`.
     """
 
@@ -92,7 +92,7 @@ class Spec:
     table: Schedule | None = None
     chunked: str | None = None
     fused: bool = False
-    overlapped: Spec | None = None
+    fused_form: Spec | None = None
     live: Callable[[Size], Sequence[int]] | None = None
     settled: Callable[[Size], int] | None = None
 

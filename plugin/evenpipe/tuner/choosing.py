@@ -78,7 +78,7 @@ def options(
     """
     places, kind = costs.places(size.stages), of or find(AUTO)
     for named in map(find, own()):
-        spec = named.overlapped if kind.fused else named
+        spec = named.fused_form if kind.fused else named
         if spec is None or spec.needs & {"stream", "swap", "times"} or ("split" in spec.needs - kind.needs):
             continue
         pairs = costs.peer_bytes_per_ms is not None and spec.balanced is not None

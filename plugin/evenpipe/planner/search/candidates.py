@@ -213,7 +213,7 @@ def _ways(
     found = []
     specs = [find(name) for name in schedules]
     if fused:  # Megatron has a forward beside a backward with several chunks a stage only
-        specs = [spec.overlapped for spec in specs if spec.overlapped is not None]
+        specs = [spec.fused_form for spec in specs if spec.fused_form is not None]
     for spec in specs:
         least, most = spec.chunks
         if chunks < least or (most is not None and chunks > most):

@@ -92,7 +92,7 @@ class Question:
         lacking = self.engine.lacks(spec)
         if lacking:
             return f"{self.engine.called} does not run it ({lacking})"
-        if self.asked.overlap_experts and stages != 1 and not (spec.fused or spec.overlapped):
+        if self.asked.overlap_experts and stages != 1 and not (spec.fused or spec.fused_form):
             return "has no order in which experts' messages are hidden"
         if "stream" in spec.needs and not self.delayed:
             return "gradients are a batch late, which --delayed allows"

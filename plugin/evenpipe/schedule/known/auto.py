@@ -33,5 +33,5 @@ SPEC = replace(
     LOOPED,
     places=lambda size: vee(size.stages) if size.chunks == 2 else loop(size.stages, size.chunks),
     needs_with_chunks=SEARCHED.needs_with_chunks,
-    overlapped=replace(WHOLE, chunks=(2, None), needs=frozenset(["chunks", "times"]), fused=True),
+    fused_form=replace(WHOLE, chunks=(2, None), needs=frozenset(["chunks", "times"]), fused=True),
 )

@@ -93,7 +93,7 @@ _SPEC = Spec(
 
 SPEC = replace(
     _SPEC,
-    overlapped=replace(
+    fused_form=replace(
         _SPEC,
         order=lambda size: [_whole(row) for row in _order(size)],
         needs=frozenset(["chunks", "vee"]),

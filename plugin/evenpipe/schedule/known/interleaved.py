@@ -82,7 +82,7 @@ _SPEC = Spec(
 #: One forward more ahead, so that every backward has its gradient before the forward that it is computed with begins.
 SPEC = replace(
     _SPEC,
-    overlapped=replace(
+    fused_form=replace(
         _SPEC,
         order=lambda size: _order(size, 1),
         bound=lambda size: _most(size, 1)[0],
