@@ -10,7 +10,7 @@ import pytest
 from evenpipe.cli.main import main
 from evenpipe.planner.arguments import Pipelined, Values, model_of, parse_flags, run_of
 from evenpipe.planner.flag_needs import NEEDS, Given, Need, without_effect
-from evenpipe.planner.run import EstimateError
+from evenpipe.planner.run import EstimateError, Run
 
 BASE: Final = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --padded-vocab-size 256 --bf16 "
@@ -238,3 +238,10 @@ def test_what_no_schedule_of_a_plan_runs_with_is_not_planned(words: str, capsys:
     assert f"{words.split()[0]}: EvenPipe's schedules run without it" in capsys.readouterr().err
     main(["estimate", *WHERE, *words.split()])
     assert "error unknown" in capsys.readouterr().out
+
+
+def test_nothing_is_known_of_paci_s_iterations(capsys: pytest.CaptureFixture[str]) -> None:
+    for schedule, iterations in (("2bw", 1.25), ("paci", 1.0)):
+        assert Run(1, stages=4, schedule=schedule).iterations == iterations
+        main(["estimate", *WHERE, "--schedule", schedule])
+        assert ("to the same loss is unknown" in capsys.readouterr().out) == (schedule == "paci")

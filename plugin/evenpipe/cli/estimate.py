@@ -179,7 +179,8 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
         f"{sure.meaning}), {shown.samples_per_second:.2f} samples/s, {shown.tokens_per_second:,.0f} tokens/s/GPU",
     )
     rates = (f"{shown.logged_tflops:.1f} TFLOP/s/GPU {AS_LOGGED}", f"MFU {shown.mfu:.1%} {AS_IN_PAPERS}")
-    for line in (*rates, *lines):
+    unknown = (f"{run.schedule}: {UNKNOWN_ITERATIONS}",) if "in_place" in run.spec.needs else ()
+    for line in (*rates, *unknown, *lines):
         console.print(line, soft_wrap=True)
 
 
@@ -192,6 +193,10 @@ def stages_on(nodes: Sequence[str]) -> str:
     return "; ".join(found)
 
 
+#: What an estimate leaves out where each stage steps by itself (docs/2bw.md, PACI).
+UNKNOWN_ITERATIONS: Final = (
+    "one weight version; how many more iterations it needs to the same loss is unknown; only plain torch runs it"
+)
 #: BPipe's words for what is recomputed.
 _RECOMPUTE: Final[dict[str, Recompute]] = {
     **{scope: scope for scope in get_args(Recompute)},

@@ -190,8 +190,11 @@ class Run:
 
     @property
     def iterations(self) -> float:
-        """Return how many iterations reach the loss that a run without late gradients reaches in one."""
-        return ITERATIONS_WITH_LATE_GRADIENTS if self.delayed else 1.0
+        """Return how many iterations reach the loss that a run without late gradients reaches in one.
+
+        Nothing is known of paci's, where each stage steps by itself: they count as 1, and no engine plans it.
+        """
+        return ITERATIONS_WITH_LATE_GRADIENTS if self.delayed and "in_place" not in self.spec.needs else 1.0
 
     @property
     def can_be_levelled(self) -> bool:

@@ -59,7 +59,7 @@ def _reason(question: Question, found: Found, family: Family, best: Planned) -> 
         return "; ".join([*([refused] if refused else []), _unfit(question, found, family)])
     faster = best.ms_to_loss / one.ms_to_loss - 1
     if refused:
-        to_loss = f" to the same loss ({one.run.iterations - 1:.0%} more iterations)" if one.run.delayed else ""
+        to_loss = f" to the same loss ({one.run.iterations - 1:.0%} more iterations)" if one.run.iterations > 1 else ""
         way = "faster" if faster > 0 else "slower"
         return f"{refused}; it would be about {abs(faster):.1%} {way}{to_loss}: {brief(one)}"
     if faster > _SAME:
