@@ -75,6 +75,14 @@ def test_flash_attention_keeps_a_row_s_sum_instead_of_its_scores() -> None:
     assert kept(GPT, Run(global_batch=1, attention="flash")) == 34 * s * h + 2 * 8 * s + 4 * s * a
 
 
+def test_grouped_queries_keep_fewer_keys_and_values_and_no_fewer_queries() -> None:
+    """Flash attention keeps queries, keys and values as the one matrix product makes them (Ainslie et al. 2023)."""
+    run, of = Run(global_batch=1, attention="flash"), model("llama3-70b")
+    alike = of.model_copy(update={"key_value_heads": of.heads})
+    fewer = 2 * (of.heads - of.key_value_heads) * of.head_dim
+    assert kept(alike, run) - kept(of, run) == 2 * of.sequence * fewer
+
+
 def test_context_parallelism_divides_what_a_layer_keeps() -> None:
     run = Run(global_batch=1, attention="flash")
     assert kept(GPT, replace(run, context=4)) == kept(GPT, run) / 4
