@@ -161,6 +161,7 @@ CASES: dict[str, Callable[[Chunk, Tensor], Tensor]] = {
     "compiled with autocast": compiled_by(lambda chunk, value: autocast(chunk, chunk.block(value), caches=False)),
     "compiled, transposed": compiled_by(transposed),
     "compiled, a vector beside": compiled_by(mixed),
+    "compiled, in place": compiled_by(lambda chunk, value: chunk.second(chunk.first(value).relu_()).add_(value)),
     "compiled, transposed weight": compiled_by(lambda chunk, value: functional.linear(value, chunk.table)),
     "compiled vmap": compiled_by(lambda chunk, value: torch.vmap(chunk.first)(value)),
     "keywords": lambda chunk, value: functional.linear(weight=chunk.first.weight, input=value, bias=None),

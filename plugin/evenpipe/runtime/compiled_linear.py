@@ -64,7 +64,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, kept: Tensor, weight: Tensor, anchor: Tensor, number: int) -> Tensor:
         ctx.number = number
         ctx.save_for_backward(kept, weight, anchor)
-        return output.view_as(output)
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
