@@ -57,6 +57,7 @@ def test_bounds_are_of_runs_with_and_without_a_stage_for_a_further_token() -> No
 @given(st.sampled_from(list(QUESTIONS)), st.integers(0, 10**6))
 @example("gpt3-13b", 6083)  # whose layers share a mask
 @example("gpt3-13b", 364)  # whose units lie between their gradients
+@example("llama3-8b, adapters", 748780)  # paci, of one weight version
 def test_no_run_is_faster_or_smaller_than_its_bounds(name: str, number: int) -> None:
     one = runs(name)[number % len(runs(name))]
     try:

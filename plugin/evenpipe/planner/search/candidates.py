@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple
 
 from evenpipe.descriptions import Model
 from evenpipe.planner.estimate import Positions, positions_of
-from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Placement, Run
+from evenpipe.planner.run import Placement, Run
 from evenpipe.planner.search.bounds import (
     Divided,
     Edges,
@@ -301,7 +301,7 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
         )
         nbytes = shape.nbytes
         if parts:
-            held = Held(way.live, 2 if stream else 1)
+            held = Held(way.live, 2 if stream and "in_place" not in way.spec.needs else 1)
             if lighter := same.lighter(layout, way.where, held, tried):
                 layout, parts = lighter
                 tried = tried.but(layout=layout and layout.layers, further_part=layout and layout.further)
@@ -313,7 +313,7 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
             ms = least_ms(parts, way.where, tried, over, split, stream, way.edges)
             ms += same.end_ms(parts, way.where, tried)
         yield Candidate(
-            ms / run.global_batch * (ITERATIONS_WITH_LATE_GRADIENTS if stream else 1.0),
+            ms / run.global_batch * tried.iterations,
             (way.bpipe, run.stages * run.chunks, way.size.group_size, group, number),
             nbytes,
             tried,
