@@ -189,8 +189,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, An
 
 
 def test_every_schedule_has_a_case() -> None:
-    """Those that flush have one of `SCHEDULES`; 2bw has cases of its own."""
-    assert {*SCHEDULES, "2bw"} == set(own())
+    """Those that flush have one of `SCHEDULES`; 2bw has cases of its own, and paci moves what 2bw moves.
+
+    Its steps write weights on the stream that computes with them.
+    """
+    assert {*SCHEDULES, "2bw", "paci"} == set(own())
 
 
 @pytest.mark.parametrize("name", CASES)
