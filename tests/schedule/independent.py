@@ -133,7 +133,8 @@ def _calls(schedule: Schedule, model: dict[Any, int], stage: int) -> tuple[list[
     for kind, number, chunk, evictor in row:
         batch, unit = number // schedule.micro_batches, (number, chunk)
         if kind == "U":
-            calls.append(Call("take", ("batch", number), schedule.micro_batches * len(model)))
+            if schedule.weight_versions == 2:  # one alone is stepped with the stage's own gradients
+                calls.append(Call("take", ("batch", number), schedule.micro_batches * len(model)))
             continue
         if kind in "FLA":
             while departing and (
