@@ -31,16 +31,7 @@ if TYPE_CHECKING:
     from evenpipe.megatron.searched import SearchedSchedule
     from evenpipe.runtime.executor import Observer
 
-__all__ = [
-    "TUNED",
-    "AdaptiveTraining",
-    "CappedTraining",
-    "ChosenTraining",
-    "MeasuredTraining",
-    "SearchedTraining",
-    "measured_patches",
-    "training_for",
-]
+__all__ = ["TUNED", "MeasuredTraining", "measured_patches", "training_for"]
 
 #: What times and memory of parts depend on, beside the layout.
 _SETTINGS: Final = ("virtual_pipeline_model_parallel_size", "num_experts", "expert_model_parallel_size", "fp8")
@@ -83,62 +74,84 @@ _CAPPED: Final = f"{flag('swap')} auto"
 
 
 class MeasuredTraining:
-    """A script's training by what it measures. `args` are Megatron's, `config` is what EvenPipe was asked for.
+    """A script's training by what it measures. `args` are Megatron's, `config` is what `asked`, a flag, asked for.
 
     Make it once arguments are known, have Megatron's loop call it in the place of its forward-backward function, and
-    apply `measured_patches`. Where nothing fits the memory, the job ends with one line. Subclasses make `schedule`.
+    apply `measured_patches`. Where nothing fits the memory, the job ends with one line. It saves nothing: a resumed run
+    measures its first batch anew.
     """
+
+    def __init__(
+        self,
+        config: EvenPipeConfig,
+        args: Namespace,
+        asked: str,
+        schedule: AdaptiveSchedule | SearchedSchedule | CappedSchedule,
+    ) -> None:
+        self.args = args
+        self.schedule = schedule
+        self._asked = asked if config.memory_gib is None else f"--memory-gib {config.memory_gib:g}"
+        self._memory_gib = config.memory_gib
+
+    def __call__(self, **arguments: Any) -> list[Any]:
+        """One batch, as Megatron's own function would."""
+        try:
+            return self.schedule(**arguments)
+        except (PlanError, ScheduleError) as error:
+            end_job(f"{self._asked}: {error}")
+
+    def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
+        """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
+        if optimizer is None:
+            return  # --skip-train
+        from evenpipe.megatron.adaptive.static_memory import static_bytes
+
+        limit = limit_bytes(self._memory_gib, torch.device(torch.cuda.current_device()))
+        self.schedule.tuning = self.schedule.tuning._replace(
+            limit_bytes=limit, static_bytes=lambda: static_bytes(model, optimizer)
+        )
+        self._resume(limit)
+
+    def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
+        """Called by all ranks in the place of Megatron's saving, which is `write`."""
+        return write()
+
+    def _resume(self, limit: int) -> None:
+        """Go on by what was saved under this limit in bytes, if anything was."""
+
+
+class SavedTraining(MeasuredTraining):
+    """The same, which saves beside Megatron's checkpoints what it has measured and decided."""
 
     schedule: AdaptiveSchedule | SearchedSchedule
 
-    def __init__(self, config: EvenPipeConfig, args: Namespace, saved: SavedState) -> None:
-        self.args = args
-        self._config = config
+    def __init__(
+        self,
+        config: EvenPipeConfig,
+        args: Namespace,
+        saved: SavedState,
+        schedule: AdaptiveSchedule | SearchedSchedule,
+    ) -> None:
+        super().__init__(config, args, saved.asked, schedule)
         self._saved = saved
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """One batch, as Megatron's own function would."""
         # Megatron may run an iteration again, which is to be cut as before.
         self.schedule.iteration = self.args.curr_iteration
-        return _batch(self.schedule, self._saved.asked, self._config, arguments)
-
-    def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
-        """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
-        if optimizer is None:
-            return  # --skip-train
-        limit = _limit(self.schedule, self._config, model, optimizer)
-        if (state := self._saved.resumed(self.args, limit)) is not None:
-            self.schedule.load_state_dict(state)
+        return super().__call__(**arguments)
 
     def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
         """Called by all ranks in the place of Megatron's saving, which is `write`."""
         state = self.schedule.state_dict() if self.args.rank == 0 else None
         return write() if state is None else self._saved.save(self.args, iteration, folder, state, write)
 
-
-def _batch(schedule: PipelineSchedule, asked: str, config: EvenPipeConfig, arguments: dict[str, Any]) -> list[Any]:
-    """Carry out one batch; end the job with one line where nothing fits the memory."""
-    try:
-        return schedule(**arguments)
-    except (PlanError, ScheduleError) as error:
-        end_job(f"{asked if config.memory_gib is None else f'--memory-gib {config.memory_gib:g}'}: {error}")
+    def _resume(self, limit: int) -> None:
+        if (state := self._saved.resumed(self.args, limit)) is not None:
+            self.schedule.load_state_dict(state)
 
 
-def _limit(
-    schedule: AdaptiveSchedule | SearchedSchedule | CappedSchedule,
-    config: EvenPipeConfig,
-    model: Sequence[Any],
-    optimizer: Any,
-) -> int:
-    """Tell `schedule` how much each process may hold, which is returned, and what it holds beside activations."""
-    from evenpipe.megatron.adaptive.static_memory import static_bytes
-
-    limit = limit_bytes(config.memory_gib, torch.device(torch.cuda.current_device()))
-    schedule.tuning = schedule.tuning._replace(limit_bytes=limit, static_bytes=lambda: static_bytes(model, optimizer))
-    return limit
-
-
-class AdaptiveTraining(MeasuredTraining):
+class AdaptiveTraining(SavedTraining):
     """A script's training with --group-size auto."""
 
     schedule: AdaptiveSchedule
@@ -152,7 +165,6 @@ class AdaptiveTraining(MeasuredTraining):
     ) -> None:
         from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
 
-        super().__init__(config, args, TUNED)
         self._weights: LossWeights | None = None
         self._one_size: str | None = None
         self._warned = False
@@ -167,7 +179,8 @@ class AdaptiveTraining(MeasuredTraining):
             log=say_on_last_rank,
             resumed=lambda goes_on: None if goes_on else say_on_last_rank(_ANEW),
         )
-        self.schedule = AdaptiveSchedule(tuning, config.bpipe, observer, connected=connected, schedule=config.spec)
+        schedule = AdaptiveSchedule(tuning, config.bpipe, observer, connected=connected, schedule=config.spec)
+        super().__init__(config, args, TUNED, schedule)
 
     def __call__(self, *, forward_only: bool = False, **arguments: Any) -> list[Any]:
         """One batch, as Megatron's own function would."""
@@ -209,84 +222,34 @@ class AdaptiveTraining(MeasuredTraining):
             )
 
 
-class SearchedTraining(MeasuredTraining):
-    """A script's training with --evenpipe-schedule searched."""
-
-    def __init__(
-        self,
-        config: EvenPipeConfig,
-        args: Namespace,
-        observer: Observer | None,
-        connected: Callable[[PipelineSchedule], None],
-    ) -> None:
-        from evenpipe.megatron.adaptive.schedule import Tuning
-        from evenpipe.megatron.searched import SearchedSchedule
-
-        super().__init__(config, args, _SEARCHED)
-        tuning = Tuning(0, int, config.retune_interval, log=lambda line: say_on_last_rank(f"{SEARCHED}: {line}"))
-        self.schedule = SearchedSchedule(tuning, observer, connected=connected)
-
-
-class ChosenTraining(MeasuredTraining):
-    """A script's training with --evenpipe auto."""
-
-    def __init__(
-        self,
-        config: EvenPipeConfig,
-        args: Namespace,
-        observer: Observer | None,
-        connected: Callable[[PipelineSchedule], None],
-    ) -> None:
-        from evenpipe.megatron.adaptive.schedule import Tuning
-        from evenpipe.megatron.chosen import ChosenSchedule
-
-        super().__init__(config, args, _CHOSEN)
-        tuning = Tuning(0, int, log=lambda line: say(f"{AUTO}: {line}") if args.rank == 0 else None)
-        self.schedule = ChosenSchedule(tuning, observer, connected=connected, schedule=spec_of(config, args))
-
-
-class CappedTraining:
-    """A script's training with --evenpipe-swap auto. It saves nothing: a resumed run's first batch is measured anew."""
-
-    def __init__(
-        self,
-        config: EvenPipeConfig,
-        args: Namespace,
-        observer: Observer | None,
-        connected: Callable[[PipelineSchedule], None],
-    ) -> None:
-        from evenpipe.megatron.adaptive.schedule import Tuning
-        from evenpipe.megatron.capped import CappedSchedule
-
-        self.args = args
-        self._config = config
-        tuning = Tuning(0, int, log=lambda line: say_on_last_rank(f"{_CAPPED}: {line}"))
-        group_size = 1 if config.group_size == "auto" else config.group_size
-        self.schedule = CappedSchedule(tuning, config.spec, observer, connected=connected, group_size=group_size)
-
-    def __call__(self, **arguments: Any) -> list[Any]:
-        """One batch, as Megatron's own function would."""
-        return _batch(self.schedule, _CAPPED, self._config, arguments)
-
-    def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
-        """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
-        if optimizer is not None:
-            _limit(self.schedule, self._config, model, optimizer)
-
-    def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
-        """Called by all ranks in the place of Megatron's saving, which is `write`."""
-        return write()
-
-
 def training_for(
     config: EvenPipeConfig,
-) -> type[AdaptiveTraining | SearchedTraining | ChosenTraining | CappedTraining]:
-    """Return the kind of training by what it measures that these settings ask for."""
+    args: Namespace,
+    observer: Observer | None,
+    connected: Callable[[PipelineSchedule], None],
+) -> MeasuredTraining:
+    """Return the training by what it measures that these settings ask for."""
+    # Imported here: a run does not pay for what others measure.
+    from evenpipe.megatron.adaptive.schedule import Tuning
+
     if config.group_size == "auto":
-        return AdaptiveTraining
+        return AdaptiveTraining(config, args, observer, connected)
     if config.swap == "auto":
-        return CappedTraining
-    return ChosenTraining if config.schedule == AUTO else SearchedTraining
+        from evenpipe.megatron.capped import CappedSchedule
+
+        tuning = Tuning(0, int, log=lambda line: say_on_last_rank(f"{_CAPPED}: {line}"))
+        capped = CappedSchedule(tuning, config.spec, observer, connected=connected, group_size=config.group_size)
+        return MeasuredTraining(config, args, _CAPPED, capped)
+    if config.schedule == AUTO:
+        from evenpipe.megatron.chosen import ChosenSchedule
+
+        tuning = Tuning(0, int, log=lambda line: say(f"{AUTO}: {line}") if args.rank == 0 else None)
+        chosen = ChosenSchedule(tuning, observer, connected=connected, schedule=spec_of(config, args))
+        return SavedTraining(config, args, _CHOSEN, chosen)
+    from evenpipe.megatron.searched import SearchedSchedule
+
+    tuning = Tuning(0, int, config.retune_interval, log=lambda line: say_on_last_rank(f"{SEARCHED}: {line}"))
+    return SavedTraining(config, args, _SEARCHED, SearchedSchedule(tuning, observer, connected=connected))
 
 
 def measured_patches(training: Training) -> PatchSet:

@@ -110,7 +110,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
     elif config.measures or config.swap == "auto":
         from evenpipe.megatron_lm.measured import measured_patches, training_for
 
-        measured = training_for(config)(config, args, observer, report)
+        measured = training_for(config, args, observer, report)
         schedule, called, more = measured.schedule, measured, [measured_patches(measured)]
     else:
         assert config.group_size != "auto", "that is measured"
