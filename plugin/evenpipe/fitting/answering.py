@@ -10,14 +10,24 @@ from typing import Any, Final
 
 from evenpipe.descriptions import framework
 from evenpipe.fitting.answers import Answers, Asked, answers, by_evenpipe
-from evenpipe.fitting.document import SAME_BITS, TITLES, Answer, Fit, FitError, Found
+from evenpipe.fitting.document import (
+    NOTHING_TO_GAIN,
+    SAME_BITS,
+    TITLES,
+    Answer,
+    Fit,
+    FitError,
+    Found,
+    gaining,
+    settings_of_run,
+)
 from evenpipe.fitting.moves import NARROWER, Aspect, changed, modules_of, offloadable
 from evenpipe.fitting.source import Source, kept, option, source_of_line, source_of_settings
 from evenpipe.fitting.weighing import Weighing
 from evenpipe.planner.arguments import parse_flags
 from evenpipe.planner.run import EstimateError, Module, Run
 from evenpipe.planner.search.question import Engine
-from evenpipe.planner.search.search import EQUAL, Planned
+from evenpipe.planner.search.search import Planned
 from evenpipe.planner.searched_order import searched_gib
 from evenpipe.recipes.edits import edited, flag_changes
 from evenpipe.recipes.line import Line
@@ -61,7 +71,8 @@ def answered(source: Source, keep: frozenset[Aspect], step: Callable[[str], None
         found = answers(replace(asked, step=step))
     except EstimateError as error:
         raise FitError(in_megatron(in_flags(error))) from error
-    shown = _answers(found, source, asked.run)
+    written = gaining(found, TITLES, lambda new: _edited(source, asked.run, new))
+    shown = [_answer(one, line, names, source, asked.run) for line, one, names in written]
     notes = [*source.notes, *notes, *_of_swaps(source, shown), *_of_gain(found, shown)]
     return Found(found, Fit(now=found.now.estimate.to_json(), answers=shown, notes=notes))
 
@@ -97,21 +108,6 @@ def _edited(source: Source, run: Run, new: Run) -> Line:
     return replace(line, flags=(*line.flags, flag("memory_gib"), gib))
 
 
-def _answers(found: Answers, source: Source, run: Run) -> list[Answer]:
-    """Return each line once, with all names that it has; of a run that fits, only those that are faster by 2 %."""
-    now = found.now.estimate
-    limit = now.iteration_ms / EQUAL if now.fits else float("inf")
-    names: dict[Line, list[str]] = {}
-    planned: dict[Line, Planned] = {}
-    for name in TITLES:
-        one: Planned | None = getattr(found, name)
-        if one is not None and one.estimate.iteration_ms < limit:
-            line = _edited(source, run, one.run)
-            names.setdefault(line, []).append(name)
-            planned[line] = one
-    return [_answer(planned[line], line, each, source, run) for line, each in names.items()]
-
-
 def _answer(one: Planned, line: Line, names: list[str], source: Source, run: Run) -> Answer:
     before, after = (_words(each) for each in (source.line, line))
     return Answer(
@@ -127,7 +123,7 @@ def _answer(one: Planned, line: Line, names: list[str], source: Source, run: Run
         command=[*line.before, line.script, *line.flags],
         changes=_changes(source, line),
         environment=dict(word.split("=", 1) for word in line.before if "=" in word and word not in source.line.before),
-        evenpipe=_evenpipe(one.run) if by_evenpipe(one.run) else {},
+        evenpipe=settings_of_run(one.run) if by_evenpipe(one.run) else {},
     )
 
 
@@ -154,11 +150,6 @@ def _changes(source: Source, new: Line) -> dict[str, Any]:
     return dict(field_of(name, value, source.sections) for name, value in found.items())
 
 
-def _evenpipe(run: Run) -> dict[str, Any]:
-    grouped = {"group_size": run.group_size} if run.group_size > 1 else {}
-    return {"schedule": run.spec.name} | ({"bpipe": True} if run.bpipe else {}) | grouped
-
-
 def _loss(source: Source, old: Run, new: Run) -> str:
     aspects = changed(old, new)
     if aspects & NARROWER:
@@ -177,7 +168,7 @@ def _of_swaps(source: Source, shown: Sequence[Answer]) -> list[str]:
 def _of_gain(found: Answers, shown: Sequence[Answer]) -> list[str]:
     """Return notes on answers that are missing: nothing is faster, or EvenPipe's schedules are not."""
     if not shown:
-        return ["nothing to gain: no other run that fits is faster by more than 2 %"]
+        return [NOTHING_TO_GAIN]
     if found.stock is not None and found.evenpipe is None and not by_evenpipe(found.now.run):
         return ["EvenPipe's schedules gain less than 2 % over Megatron's: leave them out"]
     return []

@@ -12,12 +12,22 @@ from typing import Any, Final, get_args
 from evenpipe.deepspeed.section import NAME, OFFERS, Section, SectionError, section_of
 from evenpipe.descriptions import Cluster, Model, framework
 from evenpipe.fitting.answers import Asked, answers, by_evenpipe
-from evenpipe.fitting.document import SAME_BITS, TITLES, Answer, Fit, FitError, Found
+from evenpipe.fitting.document import (
+    NOTHING_TO_GAIN,
+    SAME_BITS,
+    TITLES,
+    Answer,
+    Fit,
+    FitError,
+    Found,
+    gaining,
+    settings_of_run,
+)
 from evenpipe.fitting.moves import Aspect, changed
 from evenpipe.fitting.weighing import Weighing
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.question import Engine
-from evenpipe.planner.search.search import EQUAL, Planned
+from evenpipe.planner.search.search import Planned
 from evenpipe.recipes.deepspeed import batch_of, precision_of
 from evenpipe.recipes.recipe import RecipeError
 from evenpipe.recipes.surroundings import expandable
@@ -156,28 +166,14 @@ def fitted(
             f"{given.name}: no micro-batch size, ZeRO-1, recomputation or schedule fits {given.model.name} on --stages "
             f"{run.stages} of {given.cluster.name}: give more stages, or more memory"
         ) from None
-    shown = _answers(found, given, run)
-    notes = [*given.notes, *([] if shown else ["nothing to gain: no other run that fits is faster by more than 2 %"])]
+    shown = [_answer(one, names, given, run) for _, one, names in gaining(found, NAMES, lambda new: new)]
+    notes = [*given.notes, *([] if shown else [NOTHING_TO_GAIN])]
     return Found(found, Fit(now=found.now.estimate.to_json(), answers=shown, notes=notes))
 
 
 def _starts(run: Run) -> bool:
     """Return whether DeepSpeed's pipelines have such a run: whole layers are recomputed, each on its own."""
     return run.recompute in ("none", "full") and run.recomputed_layers is None and run.chunks == 1
-
-
-def _answers(found: Any, given: Configured, run: Run) -> list[Answer]:
-    """Return each change once, with all names that it has; of a run that fits, only those faster by 2 %."""
-    now = found.now.estimate
-    limit = now.iteration_ms / EQUAL if now.fits else float("inf")
-    each: dict[Run, list[str]] = {}
-    planned: dict[Run, Planned] = {}
-    for name in NAMES:
-        one: Planned | None = getattr(found, name)
-        if one is not None and one.estimate.iteration_ms < limit:
-            each.setdefault(one.run, []).append(name)
-            planned[one.run] = one
-    return [_answer(planned[one], names, given, run) for one, names in each.items()]
 
 
 def _answer(one: Planned, names: list[str], given: Configured, run: Run) -> Answer:
@@ -221,8 +217,7 @@ def _keys(given: Configured, old: Run, new: Run) -> dict[str, Any]:
 
 def _section(given: Configured, run: Run) -> dict[str, Any]:
     kept = {key: value for key, value in given.values.get(NAME, {}).items() if key in _BESIDE}
-    grouped = {"group_size": run.group_size} if run.group_size > 1 else {}
-    return {"schedule": run.spec.name, **({"bpipe": True} if run.bpipe else {}), **grouped, **kept}
+    return settings_of_run(run) | kept
 
 
 def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
 from evenpipe.fitting.answers import Answers
+from evenpipe.planner.run import Run
+from evenpipe.planner.search.search import EQUAL, Planned
 
-__all__ = ["SAME_BITS", "TITLES", "Answer", "Fit", "FitError", "Found"]
+__all__ = ["NOTHING_TO_GAIN", "SAME_BITS", "TITLES", "Answer", "Fit", "FitError", "Found", "gaining", "settings_of_run"]
+
+Written = TypeVar("Written", bound=Hashable)
 
 #: What an answer is, by its name, in the order in which they are shown.
 TITLES: Final = MappingProxyType(
@@ -21,6 +26,7 @@ TITLES: Final = MappingProxyType(
         "narrower": "fastest with fewer bits",
     }
 )
+NOTHING_TO_GAIN: Final = "nothing to gain: no other run that fits is faster by more than 2 %"
 #: Aspects whose changes leave every bit of losses and weights as it was.
 SAME_BITS: Final = frozenset(("allocator", "offload", "overlap", "recompute", "schedule"))
 
@@ -81,3 +87,27 @@ class Found(NamedTuple):
 
     answers: Answers
     fit: Fit
+
+
+def gaining(
+    found: Answers, names: Iterable[str], written: Callable[[Run], Written]
+) -> list[tuple[Written, Planned, list[str]]]:
+    """Return each answer once, as it is written, with its run and all its names.
+
+    If the run as it is fits, these are only the answers that are faster by 2 %.
+    """
+    now = found.now.estimate
+    limit = now.iteration_ms / EQUAL if now.fits else float("inf")
+    shown: dict[Written, tuple[Planned, list[str]]] = {}
+    for name in names:
+        one: Planned | None = getattr(found, name)
+        if one is not None and one.estimate.iteration_ms < limit:
+            before = shown.get(form := written(one.run), (one, []))[1]
+            shown[form] = one, [*before, name]
+    return [(form, one, each) for form, (one, each) in shown.items()]
+
+
+def settings_of_run(run: Run) -> dict[str, Any]:
+    """Return EvenPipe's settings for a run: arguments of `PipelineSchedule`, or keys of DeepSpeed's section."""
+    grouped = {"group_size": run.group_size} if run.group_size > 1 else {}
+    return {"schedule": run.spec.name} | ({"bpipe": True} if run.bpipe else {}) | grouped

@@ -378,7 +378,7 @@ QUANTISED: Final = (
     ),
     Expectation("transformer_engine.pytorch.fp8:FP8GlobalStateManager", _ENGINE, {ANY: PRESENT}),
 )
-"""What 2BW relies on in Transformer Engine, where a model has its layers."""
+"""Symbols of Transformer Engine that 2BW relies on, for models with its layers."""
 
 
 _MODELS: Final = "megatron.core.models"

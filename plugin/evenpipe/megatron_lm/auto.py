@@ -1,4 +1,4 @@
-"""What ``--evenpipe auto`` chooses among under Megatron's arguments: the placement, halves of backwards, or nothing."""
+"""The choices of ``--evenpipe auto`` under Megatron's arguments: the placement, halves of backwards, or none."""
 
 from __future__ import annotations
 

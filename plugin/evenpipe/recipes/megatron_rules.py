@@ -1,4 +1,4 @@
-"""What Megatron-LM's own checks say of a run, and EvenPipe's of its layout: which things go together."""
+"""Whether a run starts: Megatron-LM's own checks of its arguments, and EvenPipe's of its layout."""
 
 from __future__ import annotations
 

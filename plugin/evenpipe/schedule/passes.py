@@ -54,7 +54,7 @@ LEVELS: Final[tuple[Level, ...]] = ("none", GAINING, "late")
 
 @dataclass(frozen=True)
 class LevelsOfStages:
-    """What swaps, by stage."""
+    """The level of swaps of each stage."""
 
     levels: tuple[Level, ...]
 

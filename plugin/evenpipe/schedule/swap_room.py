@@ -48,7 +48,7 @@ class Saved:
 
 
 class SwapRoom:
-    """What a stage with these actions, which evict nothing, holds of its own micro-batches."""
+    """Bytes of its own micro-batches that a stage holds; its actions evict nothing."""
 
     def __init__(self, row: Sequence[Action]) -> None:
         self._moments = _moments(tuple(row))

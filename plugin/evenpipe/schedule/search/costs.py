@@ -91,7 +91,7 @@ class Part(BaseModel):
 
     @property
     def moving_bytes(self) -> int:
-        """What of it an eviction moves."""
+        """Return the saved bytes that an eviction moves."""
         return self.saved_bytes - self.staying_bytes
 
     @property
