@@ -19,7 +19,7 @@ def test_nothing_asked_for_is_a_run_without_evenpipe():
             "schedule",
             "zigzag",
             "zigzag: unknown schedule, choose one of 1f1b, gpipe, 2bw, interleaved, kfkb, zb-h1, zb-h2, "
-            "interleaved-zb, paci, dualpipev, v-half, v-min, zbv, searched",
+            "interleaved-zb, paci, dualpipev, v-half, v-min, zbv, searched, auto",
         ),
         ("bpipe", "perhaps", "perhaps: must be true or false"),
         ("group_size", "0", "0: must be greater than or equal to 1 or 'auto'"),

@@ -26,7 +26,7 @@ REFUSED = [
     (
         {"schedule": "zigzag"},
         "--schedule zigzag: unknown schedule, choose one of 1f1b, gpipe, 2bw, interleaved, kfkb, zb-h1, zb-h2, "
-        "interleaved-zb, paci, dualpipev, v-half, v-min, zbv, searched",
+        "interleaved-zb, paci, dualpipev, v-half, v-min, zbv, searched, auto",
     ),
     ({"engine": "megatron", "bpipe": True}, "--bpipe: Megatron has no such schedule: use --engine evenpipe"),
     (

@@ -130,4 +130,6 @@ def _one_line(script: Path) -> Iterator[None]:
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = " ".join(str(error).split())
+            if isinstance(error, ModuleNotFoundError):
+                text += ": install what the script needs, such as pip install regex six pyyaml pybind11"
             raise UsageError(f"{script}: {text or f'Megatron refuses these flags: {where.line}'}") from None

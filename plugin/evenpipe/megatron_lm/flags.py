@@ -24,6 +24,8 @@ class ArgumentError(ValueError):
 
 _PREFIX: Final = "--evenpipe-"
 _NEGATED: Final = "--no-evenpipe-"
+#: How alike a misspelt short name is, as difflib has it: no flag of Megatron-LM is so near to one.
+_SLIP: Final = 0.85
 
 
 def destination(setting: str) -> str:
@@ -72,18 +74,21 @@ def _parse(
     *given: Any,
     **named: Any,
 ) -> tuple[Namespace, list[str]]:
-    """Parse with the short names that are free; an unknown --evenpipe-… ends the job."""
+    """Parse with the short names that are free; an unknown --evenpipe-…, or nearly a short name, ends the job."""
     for name, options in short.items():
         with contextlib.suppress(argparse.ArgumentError):  # the script's own
             group.add_argument(name, **options)
     args, unknown = original(*given, **named)
     for word in unknown:
+        name = word.partition("=")[0]
         if word.startswith((_PREFIX, _NEGATED)):
-            name = word.partition("=")[0]
             known = [setting.replace("_", "-") for setting in EvenPipeConfig.model_fields]
             close = get_close_matches(name.removeprefix(_NEGATED).removeprefix(_PREFIX), known, n=1)
             hint = f"did you mean {_PREFIX}{close[0]}?" if close else f"there are {_PREFIX}{', '.join(known)}"
             end_job(f"{name}: there is no such flag: {hint}")
+        # Megatron would print its whole usage, on every rank, and where a script ignores unknown flags nothing.
+        if word.startswith("--") and (close := get_close_matches(name, short, n=1, cutoff=_SLIP)):
+            end_job(f"{name}: there is no such flag: did you mean {close[0]}?")
     return args, unknown
 
 

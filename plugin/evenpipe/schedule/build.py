@@ -13,7 +13,7 @@ from typing import Final
 
 from evenpipe.schedule.actions import INPUT_GRADIENT, KINDS, OWN_ENDS, WEIGHT_GRADIENT, Action, ScheduleError
 from evenpipe.schedule.bpipe import balance
-from evenpipe.schedule.known import find, own
+from evenpipe.schedule.known import AUTO, SEARCHED, find, own
 from evenpipe.schedule.lower import Program
 from evenpipe.schedule.order import Queues
 from evenpipe.schedule.passes import Level, LevelsOfStages, Swaps, with_swaps, with_updates, with_updates_in_place
@@ -251,7 +251,7 @@ def _check_needs(spec: Spec, schedule: Schedule) -> None:
 
 def offered(offers: frozenset[Need]) -> list[str]:
     """Return the package's own schedules that an engine with these ``offers`` carries out."""
-    return [name for name in own() if find(name).needs <= offers]
+    return [name for name in (*own(), SEARCHED, AUTO) if find(name).needs <= offers]
 
 
 def check_offers(spec: Spec, offers: frozenset[Need], engine: str, swap: float | None = None) -> None:

@@ -79,6 +79,8 @@ def test_a_script_keeps_flags_of_its_own_whose_names_are_ours_too(first):
             ["--evenpipe-"],
             "--evenpipe-: there is no such flag: there are --evenpipe-schedule, bpipe, swap, group-size, ",
         ),
+        (["--bipe"], "--bipe: there is no such flag: did you mean --bpipe?"),
+        (["--grup-size=2"], "--grup-size: there is no such flag: did you mean --group-size?"),
         (["--evenpipe-schedule"], "argument --evenpipe-schedule: expected one argument"),
     ],
 )
@@ -93,7 +95,7 @@ def test_a_flag_of_ours_that_is_misspelt_ends_with_one_line(given, said, capsys)
 
 def test_what_the_parser_does_not_know_and_is_not_ours_is_the_parser_s(capsys):
     with pytest.raises(SystemExit):
-        parsed("--bpip")
+        parsed("--pipelined")
     assert capsys.readouterr().err.startswith("usage: ")
 
 

@@ -83,7 +83,7 @@ def find(name: str) -> Spec:
     if name in _FILES:
         return _of_file(name)
     if name not in _others():
-        raise ScheduleError(f"schedule={name}: unknown schedule, {nearest(name, (*names(), SEARCHED))}")
+        raise ScheduleError(f"schedule={name}: unknown schedule, {nearest(name, (*names(), SEARCHED, AUTO))}")
     point = _others()[name]
     try:
         spec = point.load()
