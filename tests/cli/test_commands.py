@@ -202,7 +202,7 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert {"schedule": "evenpipe.schedule/1", "simulate": "evenpipe.simulation/1"}[name] in text
 
 
-@pytest.mark.parametrize("command", ["estimate", "fit", "plan", "schedule", "simulate", "train"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_fits_into_80_columns(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,7 +137,7 @@ def test_a_script_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("--memory-gib lots -- pretrain_gpt.py", "--memory-gib: 'lots' is no number"),
         ("--cluster h1000 -- pretrain_gpt.py", "--cluster h1000: unknown among clusters, did you mean"),
         ("-- pretrain_gpt.py --hidden-size 64", "--num-layers: not given"),
-        ("-- pretrain_gpt.py --num-layers x", "argument --num-layers: invalid int value: 'x'"),
+        ("-- pretrain_gpt.py --num-layers x", "--num-layers: 'x' is no whole number"),
         ("-- pretrain_gpt.py {} --micro-batch-size 3", "is no multiple of"),
         ("-- pretrain_gpt.py {} --hybrid-layer-pattern M*", "--hybrid-layer-pattern"),
         ("--memory-gib 1 -- pretrain_gpt.py {}", "is too small for pretrain_gpt.py"),
@@ -319,5 +319,5 @@ def test_a_wrong_value_in_a_configuration_names_the_file(capsys: pytest.CaptureF
     (tmp_path / "run_config.yaml").write_text("model:\n  num_layers: many\n", "utf-8")
     with pytest.raises(SystemExit):
         main(["fit", "--cluster", "1x4-h100", str(tmp_path)])
-    said = "run_config.yaml: argument --num-layers: invalid int value: 'many'"
+    said = "run_config.yaml: --num-layers: 'many' is no whole number"
     assert said in capsys.readouterr().err

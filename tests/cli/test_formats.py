@@ -45,6 +45,19 @@ PRINTED = {
         *("partition", "--megatron", "--cluster", "1x8-h100", "--check", "Ett|ttt|ttt|L"),
         *("--", *LINE[4:]),
     ),
+    "recipe": (
+        "recipe",
+        "gpt",
+        *GPT,
+        "--framework",
+        "megatron",
+        "--launcher",
+        "torchrun",
+        "--stages",
+        "2",
+        "--out",
+        "DIR",
+    ),
     "patches": ("patches",),
     "doctor": ("doctor",),
 }
@@ -80,7 +93,8 @@ def test_there_are_no_others():
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_what_a_command_prints_is_described(name, capsys):
+def test_what_a_command_prints_is_described(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     command, *words = PRINTED[name]
     status = main([command, "--json", *words])
     assert not status or name in ("doctor", "patches")  # whose status tells that something was found

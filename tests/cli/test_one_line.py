@@ -24,6 +24,8 @@ FILES = {
     "m2.yaml": b"models: {a: {layers: x}}",
     "c.yaml": b"clusters: {a: {device: nope}}",
     "f.py": b"def f(): return 1",
+    "broken.py": b"def f(:",
+    "ds.json": b'{"train_batch_size": 8}',
     "hf.json": b'{"model_type": "zzz"}',
 }
 #: What each command takes.
@@ -127,6 +129,56 @@ patches --check . --markdown | leave out --check
 doctor --model nope | --model nope: unknown among models
 doctor --limit-s 0 | --limit-s: '0' is no whole number
 doctor --checkpoint-gib x | --checkpoint-gib: 'x' is no number
+schedule --schedule 1F1B | --schedule 1F1B: unknown schedule, did you mean 1f1b?
+schedule --schedule zb_h1 | --schedule zb_h1: unknown schedule, did you mean zb-h1?
+schedule --stages 1e3 | --stages: '1e3' is no whole number
+schedule --stages | --stages: expected one argument
+schedule --schedule interleaved --chunks 2 --group-size 3 | --group-size 3: interleaved needs groups of at least as many
+schedule --schedule interleaved --chunks 2 --micro-batches 9 --group-size 6 | --micro-batches 9: interleaved needs after
+schedule --schedule v-half --chunks 3 | --chunks 3: v-half has 2 model chunks a stage
+schedule --out /proc/x.txt | --out: /proc/x.txt: nothing can be written to the folder /proc
+simulate --forward-ms 1e400 | --forward-ms: 1e400 is no duration
+simulate --swap-mib -2 | --swap-mib: -2 is no size
+simulate --swap-mib 1 --host-gbps 0 | --host-gbps: 0 is no bandwidth
+simulate --picture - --trace - | --picture -: --trace is written to standard output too
+costs | costs: error: missing T.json
+candidates --hidden 100 --heads 3 | --hidden 100: not divisible by --heads 3
+candidates --global-batch-size 0 | --global-batch-size: '0' is no whole number of at least 1
+estimate --tensor-parallel 3 | its 8 GPUs do not divide into replicas of 3
+estimate --context-parallel 16 | has 8 GPUs, 8 too few
+estimate --recompute everything | --recompute everything: unknown, choose one of none
+estimate --bpipe --stages 1 | --bpipe: one stage has no partner
+estimate --schedule interleaved --chunks 7 --stages 4 | 40 layers do not divide by 28 parts
+estimate --precision fp9 | --precision fp9: unknown, did you mean fp8?
+estimate --model GPT3-13B | --model GPT3-13B: unknown among models, did you mean gpt3-13b?
+estimate --lora-rank 0 | --lora-rank: 0 is no rank: give a whole number of at least 1
+estimate --activation-offload-fraction x | --activation-offload-fraction: x is no fraction: give a number from 0 to 1
+estimate --delta-offload-bytes-across-pp-ranks x | --delta-offload-bytes-across-pp-ranks: 'x' is no whole number
+plan --precision bf61 | --precision: 'bf61': unknown, did you mean bf16?
+plan --framework deepspede | --framework deepspede: unknown among frameworks, did you mean deepspeed?
+plan --optimizer-offload-fraction 2 | --optimizer-offload-fraction: 2 is no fraction
+plan --tensor-parallel 5 | --tensor-parallel 5: none of what divides heads
+recipe --framework deepspeed --tensor-parallel 2 --global-batch-size 8 | --framework deepspeed: its layers are whole
+recipe --global-batch-size 32 --set time=1 | --set time: is of Slurm, and torchrun would not read it
+recipe --set master_port=99999999 | --set master_port='99999999': must be less than or equal to 65535
+recipe --check . | recipe.json: cannot be read: No such file or directory: name the folder
+partition --schedule zigzag | --schedule zigzag: unknown schedule, choose one of 1f1b
+partition --stage-gbps 0 | --stage-gbps: 0 is no bandwidth
+train --dropout 1.5 | --dropout 1.5: must be less than 1
+train --save-interval 5 | --save-interval 5: no folder to save to: give --save DIR
+train --lr nan | --lr nan: must be a finite number
+train --optimizer sgdd | --optimizer sgdd: must be 'adam', 'sgd' or 'muon'
+run broken.py | broken.py:1: is no Python (
+run --estimate broken.py | broken.py:1: is no Python (
+run bin.json | bin.json: is no Python (
+doctor --checkpoint-gib 5 | --checkpoint-gib: where are they to go? Give --checkpoint-dir DIR
+fit | no script: give the line that starts the run
+fit -- torchrun pretrain_gpt.py --num-layers four | --num-layers: 'four' is no whole number
+fit -- torchrun pretrain_gpt.py --num-layers | --num-layers: expected one argument
+fit -- deepspeed train.py | train.py: --deepspeed_config: not given
+fit ds.json --model gpt3-13b | ds.json: does not say what the stages of PipelineModule are: give --stages
+fit ds.json --modle gpt3-13b | --modle: unknown option, did you mean --model?
+fit --take stok -- torchrun pretrain_gpt.py | --take stok: unknown, did you mean stock?
 """
 #: Models that partition is given in other ways than by --model.
 MODELS = """

@@ -92,7 +92,7 @@ def test_the_older_name_of_schedule_is_taken_and_not_shown(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--precision", "bf16,fp9"], "'fp9': choose of fp32, fp16, bf16, fp8, tensorwise"),
+        (["--precision", "bf16,fp9"], "'fp9': unknown, did you mean fp8?"),
         (["--precision", "bf16,fp8"], "has no fp8"),
         (["--moe-dispatchers", "deepep"], "has no experts: leave it out"),
         (["--model", "gpt3-31b"], "--model gpt3-31b: unknown among models, did you mean gpt3-13b?"),

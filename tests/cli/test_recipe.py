@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from evenpipe.cli.formats import RecipeCheck
 from evenpipe.cli.main import main
 from evenpipe.descriptions import model
 from evenpipe.planner.counted_flops import logged_flops
@@ -82,6 +83,16 @@ def test_a_configuration_of_hugging_face_is_written_and_checked(tmp_path, capsys
     capsys.readouterr()
     main(["recipe", "--check", str(tmp_path / "out")])
     assert "fits:" in capsys.readouterr().out
+    assert main(["recipe", "--json", "--check", str(tmp_path / "out")]) == 0
+    found = RecipeCheck.model_validate_json(capsys.readouterr().out)
+    assert found.problems == []
+    assert found.predicted.fits
+    script = tmp_path / "out" / "train.sh"
+    script.write_text(script.read_text().replace("--global-batch-size 32", "--global-batch-size 31"))
+    assert main(["recipe", "--json", "--check", str(tmp_path / "out")]) == 1
+    found = RecipeCheck.model_validate_json(capsys.readouterr().out)
+    assert found.problems
+    assert found.predicted is None
 
 
 @pytest.mark.parametrize(
@@ -153,7 +164,7 @@ REFUSED = {
     ),
     "model parallelism under DeepSpeed": (
         ["gpt", *SMALL, *FEW, "--schedule", "2bw", "--tensor-parallel", 2, "--framework", "deepspeed"],
-        "plan with --tensor-parallel 1, or use --framework megatron",
+        "plan with --tensor-parallel 1 --context-parallel 1, or use --framework megatron",
     ),
     "experts under DeepSpeed": (
         [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.cli.shown import console_of, print_table
+from evenpipe.cli.shown import console_of, print_prose, print_table
 
 SCHEDULE = [sys.executable, "-m", "evenpipe", "schedule", "--schedule", "1f1b", "--stages", "2", "--micro-batches", "2"]
 HEADS = ("stage", "weights", "total", "why")
@@ -43,10 +43,25 @@ def test_narrow_means_fewer_columns_then_a_line_for_each_cell() -> None:
     assert printed(80, rows).splitlines()[0].split() == ["stage", "weights", "total", "why"]
     narrower = printed(20, rows, optional=("weights",)).splitlines()
     assert narrower[0].split() == ["stage", "total", "why"]
-    assert narrower[-1] == "GiB; not shown in 20 columns: weights"
+    assert narrower[-2:] == ["GiB; not shown in 20", "columns: weights"]
     narrowest = printed(10, rows, optional=("weights",)).splitlines()
     assert narrowest[:4] == ["stage: 0", "  weights: 5.73", "  total: 77.30", "stage: 1"]
     assert narrowest[-1] == "GiB"
+
+
+def test_sentences_are_wrapped_between_words_and_names_stay_whole() -> None:
+    console = console_of()
+    console.width = 30
+    with console.capture() as capture:
+        print_prose(
+            console, "GiB, of 79.35; the rest of an iteration\n  zbv: slower, see /a/path/that/is/longer/than/a/line"
+        )
+    assert capture.get().splitlines() == [
+        "GiB, of 79.35; the rest of an",
+        "iteration",
+        "  zbv: slower, see",
+        "    /a/path/that/is/longer/than/a/line",
+    ]
 
 
 def test_without_a_terminal_nothing_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:

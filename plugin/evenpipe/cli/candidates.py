@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from evenpipe.cli.parser import Commands, RunFailed, UsageError, add_command
+from evenpipe.cli.progress import progress
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.training import add_fields, options_from
 from evenpipe.cli.values import gibibytes, picture_file, sample_count, write
@@ -61,14 +62,18 @@ def add_to(commands: Commands) -> None:
 
 def _run(arguments: Namespace) -> None:
     options, samples = _plan(arguments)
-    memory = _profile(options, arguments.device)
     schedule = GroupedSchedule(Programs("kfkb", options.bpipe), options.stages)
-    limit_bytes = int(arguments.memory_gib * _GIB)
-    try:
-        found = candidates(memory, samples, limit_bytes, schedule)
-    except PlanError as error:
-        raise UsageError(f"--memory-gib {arguments.memory_gib:g}: {error}") from error
-    peaks = [peak_bytes(memory, candidate, schedule) for candidate in found]
+    with progress("candidates", "profiles the model, in a process of its own") as show:
+        memory = _profile(options, arguments.device)
+        show("looks for groups that fit")
+        try:
+            found = candidates(memory, samples, int(arguments.memory_gib * _GIB), schedule)
+        except PlanError as error:
+            raise UsageError(f"--memory-gib {arguments.memory_gib:g}: {error}") from error
+        peaks = []
+        for done, candidate in enumerate(found):
+            show("peaks of each stage", done, len(found))
+            peaks.append(peak_bytes(memory, candidate, schedule))
     title = f"{options.model}, {options.stages} stages, {samples} samples a replica, {arguments.memory_gib:g} GiB"
     title += ", BPipe" if options.bpipe else ""
     if arguments.picture:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evenpipe.cli.parser import Commands, UsageError, add_command, sentence
+from evenpipe.cli.progress import progress
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import gibibytes, positive
 from evenpipe.doctor.environment import environment
@@ -61,6 +62,8 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(arguments: Namespace) -> int:
+    if arguments.checkpoint_gib is not None and arguments.checkpoint_dir is None:
+        raise UsageError("--checkpoint-gib: where are they to go? Give --checkpoint-dir DIR, or leave it out")
     wanted = Wanted(
         arguments.stages,
         arguments.tensor_parallel or 1,
@@ -78,7 +81,9 @@ def _run(arguments: Namespace) -> int:
     waiting = False
     if launched.world > 1:
         of_the_job, waiting = run_checks([Check("ranks", together.meet, limit, "torch and the job's store")])
-    found, late = run_checks(_checks(arguments, launched))
+    alone = launched.world == 1  # several ranks write to one terminal
+    with progress("doctor", "looks at this machine") if alone else contextlib.nullcontext():
+        found, late = run_checks(_checks(arguments, launched))
     found, job = [*found, *of_the_job], together.job
     reported = by_finding({launched.rank: found}) if job is None else gather_findings(job, found, patience)
     status = 0

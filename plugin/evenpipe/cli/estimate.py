@@ -6,12 +6,13 @@ import argparse
 import json
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, get_args
 
 from evenpipe.cli.parser import Commands, UsageError, add_command
-from evenpipe.cli.shown import console_of, print_table
+from evenpipe.cli.shown import console_of, print_prose, print_table
 from evenpipe.cli.values import duration_ms, positive, sample_count
 from evenpipe.descriptions import (
     Cluster,
@@ -30,6 +31,7 @@ from evenpipe.planner.arguments import Values
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.features import add_features, features_of
 from evenpipe.planner.flag_needs import Given, without_effect
+from evenpipe.planner.quantized import Quantized
 from evenpipe.planner.run import Attention, EstimateError, Placement, Recompute, Run
 from evenpipe.planner.search.balanced_layout import Layout
 from evenpipe.settings.spelling import in_flags
@@ -37,11 +39,13 @@ from evenpipe.settings.spelling import in_flags
 __all__ = [
     "AS_IN_PAPERS",
     "AS_LOGGED",
+    "PRECISIONS",
     "add_model",
     "add_to",
     "add_what_and_where",
     "computed_in",
     "framework_named",
+    "in_precision",
     "known_names",
     "model_and_cluster",
     "notes_of",
@@ -49,6 +53,10 @@ __all__ = [
     "stages_on",
     "words_of",
 ]
+
+
+#: What products may be computed in; those in 8 and 4 bits are beside bf16.
+PRECISIONS: Final = (*get_args(Precision), "fp8", *get_args(Quantized))
 
 
 def add_model(group: _ArgumentGroup, required: bool) -> None:
@@ -114,6 +122,16 @@ def computed_in(arguments: Namespace, nodes: Cluster) -> tuple[Precision | None,
     return arguments.precision or "fp16", arguments.attention or unfused
 
 
+def in_precision(asked: Run, name: str, recipe: str | None) -> Run:
+    """Return the run with products in that precision; those in 8 and 4 bits are beside bf16."""
+    if name in get_args(Precision):
+        plain = {"quantized": None, "quantized_parameters": False, "quantized_attention": False}
+        return replace(asked, precision=name, **plain)  # type: ignore[arg-type]
+    quantized = recipe or "delayed" if name == "fp8" else name
+    narrow = {"quantized_attention": False, "quantized_parameters": False} if quantized == "nvfp4" else {}
+    return replace(asked, precision="bf16", quantized=quantized, **narrow)  # type: ignore[arg-type]
+
+
 def _named(option: str, find: Callable[[Any], Any], name: Any) -> Any:
     try:
         return find(name)
@@ -157,7 +175,7 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
         f"{of.name} on {nodes.name}: {of.sequence:,} tokens a sample, {divided}, {run.schedule}"
         f"{' with BPipe' if run.bpipe else ''}, recompute {run.recomputing}"
     )
-    console.print(title, style="bold")
+    print_prose(console, title, "bold")
     parts = ("weights", "grads", "optim", "saved", "buffers", "comm")
     sizes = " or ".join(dict.fromkeys(f"{kind.device.memory_gib:g}" for kind in nodes.kinds))
     caption = (
@@ -172,7 +190,7 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
         rows.append((str(number), *held, *times))
     print_table(console, ("stage", *parts, "total", "forward", "backward", "waits"), rows, caption, optional=parts)
     if nodes.groups:
-        console.print(stages_on([stage.nodes for stage in shown.stages]), soft_wrap=True)
+        print_prose(console, stages_on([stage.nodes for stage in shown.stages]))
     sure = shown.uncertainty
     console.print(
         f"{'fits' if shown.fits else 'does not fit'}; iteration {shown.iteration_ms:,.0f} ms ({sure}: "
@@ -181,7 +199,7 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
     rates = (f"{shown.logged_tflops:.1f} TFLOP/s/GPU {AS_LOGGED}", f"MFU {shown.mfu:.1%} {AS_IN_PAPERS}")
     unknown = (f"{run.schedule}: {UNKNOWN_ITERATIONS}",) if "in_place" in run.spec.needs else ()
     for line in (*rates, *unknown, *lines):
-        console.print(line, soft_wrap=True)
+        print_prose(console, line)
 
 
 def stages_on(nodes: Sequence[str]) -> str:
@@ -250,7 +268,7 @@ def add_to(commands: Commands) -> None:
         "--recompute", choices=_RECOMPUTE, default="none", help="none | selective = attention | full = layer"
     )
     group = parser.add_argument_group("what the framework does", "its own defaults where nothing is said")
-    group.add_argument("--precision", choices=get_args(Precision))
+    group.add_argument("--precision", choices=PRECISIONS, metavar="NAME", help=" | ".join(PRECISIONS))
     group.add_argument("--attention", choices=get_args(Attention))
     for option, said in _SWITCHES.items():
         group.add_argument(f"--{option}", action=BooleanOptionalAction, default=None, help=said)
@@ -323,9 +341,11 @@ def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
             f"--evenpipe-delay-correction {correction}: only --schedule 2bw has gradients that are a batch late: use "
             "that, or leave --evenpipe-delay-correction out"
         )
-    precision, attention = computed_in(arguments, nodes)
+    name = arguments.precision
+    plain = Namespace(**vars(arguments) | {"precision": name if name in get_args(Precision) else None})
+    precision, attention = computed_in(plain, nodes)
     switches = {option.replace("-", "_"): getattr(arguments, option.replace("-", "_")) for option in _SWITCHES}
-    return Run(
+    run = Run(
         global_batch=arguments.global_batch_size,
         tensor=arguments.tensor_parallel,
         stages=arguments.stages,
@@ -349,3 +369,4 @@ def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
         **switches,
         **features_of(Values(arguments)),
     )
+    return run if name is None or name in get_args(Precision) else in_precision(run, name, arguments.fp8_recipe)

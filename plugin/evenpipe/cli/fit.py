@@ -6,13 +6,13 @@ import json
 import re
 from argparse import REMAINDER, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, get_args
 
 from evenpipe.cli.estimate import add_model, model_and_cluster, show
 from evenpipe.cli.parser import Commands, UsageError, add_command
-from evenpipe.cli.shown import console_of, print_table
+from evenpipe.cli.progress import Show, progress
+from evenpipe.cli.shown import console_of, print_prose, print_table
 from evenpipe.cli.values import gibibytes, positive
 from evenpipe.fitting import (
     TITLES,
@@ -96,10 +96,10 @@ def _kept(text: str) -> frozenset[Aspect]:
         raise ArgumentTypeError(str(error)) from None
 
 
-def fit_schedule(line: Sequence[str], on: str | None) -> None:
+def fit_schedule(line: Sequence[str], on: str | None, as_json: bool) -> None:
     """Print what `fit` says of a run's line, on this cluster, if nothing but its schedule may change."""
     keep = frozenset(get_args(Aspect)) - {"schedule"}
-    _run(Namespace(line=line, cluster=on, memory_gib=None, keep=keep, write=None, take=None, json=False))
+    _run(Namespace(line=line, cluster=on, memory_gib=None, keep=keep, write=None, take=None, json=as_json))
 
 
 #: Options of DeepSpeed's runs, as attributes.
@@ -107,7 +107,11 @@ _OF_DEEPSPEED: Final = ("model", "hf", "seq_length", "stages", "tensor_parallel"
 
 
 def _run(arguments: Namespace) -> None:
-    words = arguments.line[1:] if arguments.line[:1] == ["--"] else arguments.line
+    words = arguments.line
+    if words[1:] and words[1].startswith("-") and words[0].endswith((".json", ".yaml")):  # options behind the file
+        arguments = arguments.parser.parse_args([*words[1:], words[0]], arguments)
+        words = arguments.line
+    words = words[1:] if words[:1] == ["--"] else words
     try:
         if (path := _configuration(words)) is not None and (values := configuration_in(path)) is not None:
             _run_deepspeed(arguments, path, values)
@@ -120,8 +124,8 @@ def _run(arguments: Namespace) -> None:
     try:
         source = _source(arguments)
         _refuse(arguments, source)
-        with _progress() as step:
-            found = answered(source, arguments.keep, step)
+        with progress("fit", "reads the run") as show_progress:
+            found = answered(source, arguments.keep, _step(show_progress))
     except FitError as error:
         raise UsageError(str(error)) from error
     if arguments.json:
@@ -136,7 +140,7 @@ def _run(arguments: Namespace) -> None:
 def _configuration(words: Sequence[str]) -> Path | None:
     """Return the file of DeepSpeed's configuration that the words name; None where they may name another run."""
     line = read_line(words)
-    if line is not None and line.of_deepspeed:
+    if line is not None and (line.of_deepspeed or (line.by_deepspeed and not option(line.flags, "--num-layers"))):
         name = option(line.flags, "--deepspeed_config")
         if not name:
             raise FitError(
@@ -161,10 +165,10 @@ def _run_deepspeed(arguments: Namespace, path: Path, values: dict[str, Any]) -> 
         nodes = nodes.model_copy(
             update={"device": nodes.device.model_copy(update={"memory_gib": arguments.memory_gib})}
         )
-    with _progress() as step:
+    with progress("fit", "reads the run") as show_progress:
         tensor, again = arguments.tensor_parallel or 1, arguments.recompute == "full"
         given = configured(values, path.name, of, nodes, arguments.stages, tensor, again)
-        found = fitted(given, arguments.keep, step)
+        found = fitted(given, arguments.keep, _step(show_progress))
     if arguments.json:
         print(found.fit.model_dump_json())
     else:
@@ -205,11 +209,8 @@ def _refuse_writing(arguments: Namespace) -> None:
         raise UsageError("--take: says which answer --write writes: add that, or leave it out")
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Yield what says, on a terminal, what is looked for."""
-    with console_of(stderr=True).status("fit: reads the run") as status:
-        yield lambda what: status.update(f"fit: looks for {what}")
+def _step(show: Show) -> Callable[[str], None]:
+    return lambda what: show(f"looks for {what}")
 
 
 def _print(found: Found, bridge: bool, titles: Mapping[str, str] = TITLES) -> None:
@@ -241,9 +242,9 @@ def _print(found: Found, bridge: bool, titles: Mapping[str, str] = TITLES) -> No
         for line in _changes(one, bridge):
             console.print("\n".join(_wrapped(f"  {line}", console.width)), soft_wrap=True)
         for line in one.warnings:
-            console.print(f"  {line}")
+            print_prose(console, f"  {line}")
     for note in found.fit.notes:
-        console.print(note)
+        print_prose(console, note)
 
 
 def _changes(one: Answer, bridge: bool) -> list[str]:

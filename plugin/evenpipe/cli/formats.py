@@ -248,6 +248,44 @@ class Patches(_Document):
     deepspeed: Framework | None
 
 
+class Predicted(_Document):
+    """What an estimate says of a recipe; memory_gib: of the fullest stage."""
+
+    fits: bool
+    memory_gib: float
+    device_gib: float
+    iteration_ms: float
+    uncertainty: _Uncertainty
+    mfu: float
+
+
+class Recipe(_Document):
+    """The files that were written into a folder."""
+
+    format: Literal["evenpipe.recipe/1"]
+    folder: str
+    files: list[str]
+    predicted: Predicted
+
+
+class RecipeCheck(_Document):
+    """What no longer fits of a recipe, and what was not looked at; predicted: null where there are problems."""
+
+    format: Literal["evenpipe.recipe-check/1"]
+    folder: str
+    problems: list[str]
+    notes: list[str]
+    predicted: Predicted | None
+
+
+class Page(_Document):
+    """A page that was written."""
+
+    format: Literal["evenpipe.page/1"]
+    title: str
+    path: str
+
+
 class Demo(_Document):
     """The demo's runs by name."""
 
@@ -274,11 +312,14 @@ FORMATS: Final[Mapping[str, type[BaseModel]]] = {
     "estimate": Estimate,
     "fit": Fit,
     "plan": Plan,
+    "recipe": Recipe,
+    "recipe-check": RecipeCheck,
     "partition": Partition,
     "layout": Layout,
     "layout-check": LayoutCheck,
     "run": Run,
     "demo": Demo,
+    "page": Page,
     "doctor": Doctor,
     "patches": Patches,
     "error": Error,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
+from evenpipe.wording.parsing import in_plain_words
 from evenpipe.wording.printable import printable
 
 __all__ = [
@@ -100,6 +101,7 @@ class Parser(argparse.ArgumentParser):
             names = (error.argument_name or "").split("/")
             name = next((one for one in names if one.startswith("--")), names[0])
             said = re.sub(r"^ignored explicit argument (.*)", r"takes no value: leave \1 out", error.message)
+            said = in_plain_words(said)
             self.error(f"{name}: {said}" if name else said)
         finally:
             for one in required:

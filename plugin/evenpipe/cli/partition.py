@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -14,18 +13,19 @@ from rich.console import Console
 
 from evenpipe.cli.parser import Commands, Parser, UsageError, add_command
 from evenpipe.cli.partition_shown import print_check, print_front, print_plan, ways_to_cut
-from evenpipe.cli.shown import console_of, print_table
+from evenpipe.cli.progress import progress
+from evenpipe.cli.shown import console_of, print_prose, print_table
 from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_file, positive, whole, write
 from evenpipe.descriptions import Cluster, DescriptionError, device, equal_nodes, names
 from evenpipe.partition.configurations import MODELS
-from evenpipe.partition.dawnpiper.copies import Workload
+from evenpipe.partition.dawnpiper.copies import PIPEDREAM, Workload
 from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.finding import can_fit, find_plan, largest_batch
 from evenpipe.partition.search.plan import Plan
 from evenpipe.report.figures import Division, draw_divisions
 from evenpipe.report.files import is_special, write_atomically
-from evenpipe.schedule import ScheduleError
+from evenpipe.schedule import ScheduleError, find
 from evenpipe.settings.spelling import in_flags
 
 if TYPE_CHECKING:
@@ -42,10 +42,6 @@ def show_layout(arguments: Namespace) -> int:
 
     UsageError for flags that there is no layout for.
     """
-    # These bring torch, which --help has no use for.
-    from evenpipe.layouts.gpt import LayoutError
-    from evenpipe.layouts.plan import best_layout
-
     if find_spec("megatron") is None:
         raise UsageError("megatron-core is not installed: pip install 'evenpipe[megatron]'")
     if not arguments.flags:
@@ -60,6 +56,10 @@ def show_layout(arguments: Namespace) -> int:
         raise UsageError(f"--device {arguments.device}: --cluster {where.name} says which: leave one of them out")
     if arguments.check is not None:
         return _check(arguments, where)
+    # These bring torch, which bad input need not wait for.
+    from evenpipe.layouts.gpt import LayoutError
+    from evenpipe.layouts.plan import best_layout
+
     limit_bytes = None if arguments.memory_gib is None else int(arguments.memory_gib * _GIB)
     if arguments.optimize == "swap+recompute":
         raise UsageError(
@@ -68,8 +68,7 @@ def show_layout(arguments: Namespace) -> int:
     if arguments.optimize == "recompute" and limit_bytes is None:
         raise UsageError("--optimize recompute: as far as it takes to fit into what? Give --memory-gib")
     measured = where is None and arguments.device in (None, "cpu")
-    console = console_of(stderr=True)
-    with console.status("timing layers" if measured else "reading flags") if console.is_terminal else nullcontext():
+    with progress("partition", "timing layers" if measured else "reading flags"):
         try:
             found, profile = best_layout(
                 arguments.flags,
@@ -168,7 +167,15 @@ def add_to(commands: Commands) -> None:
         "batch by the simulator (batch_ms, layers_batch_ms with layer cuts); with --max-batch, max_batch too. "
         "With --megatron, evenpipe.layout/1: the best --pipeline-model-parallel-layout."
     )
-    parser = add_command(commands, "partition", epilog=document, beyond="Megatron's go after --, with --megatron")
+    usage = (
+        "evenpipe partition --model NAME|--module FILE.py:FUNCTION|--hf PATH"
+        "\n                          --stages N [OPTIONS]"
+        "\n       evenpipe partition --profile F.json --stages N [OPTIONS]"
+        "\n       evenpipe partition --megatron [OPTIONS] -- [pretrain_gpt.py] FLAGS ..."
+        "\n       evenpipe partition --megatron --check LAYOUT --cluster NAME -- FLAGS ..."
+    )
+    beyond = "Megatron's go after --, with --megatron"
+    parser = add_command(commands, "partition", usage=usage, epilog=document, beyond=beyond)
     _add_model(parser)
     _add_pipeline(parser)
     group = parser.add_argument_group("output")
@@ -184,7 +191,8 @@ def add_to(commands: Commands) -> None:
 def _add_model(parser: Parser) -> None:
     group = parser.add_argument_group("model", "one of the first four, or a profile that was written before")
     one = group.add_mutually_exclusive_group()
-    one.add_argument("--model", choices=MODELS, help="a model of DawnPiper's evaluation, full size")
+    about = f"{' | '.join(MODELS)}: a model of DawnPiper's evaluation, full size"
+    one.add_argument("--model", choices=MODELS, metavar="NAME", help=about)
     one.add_argument("--module", metavar="FILE.py:FUNCTION", help="a function that returns (model, inputs)")
     one.add_argument("--hf", type=Path, metavar="CONFIG.json", help="a configuration of Hugging Face's")
     one.add_argument(
@@ -261,8 +269,6 @@ def _add_pipeline(parser: Parser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
-    from evenpipe.cli.partition_sources import Source  # it brings torch, which --help has no use for
-
     if arguments.megatron:
         return show_layout(arguments)
     for option in ("check", "world_size"):
@@ -279,9 +285,16 @@ def _run(arguments: Namespace) -> int:
             f"--out {arguments.out}: is no regular file, and the code of every stage goes beside the plan: name a "
             "file, or give --json for the plan alone"
         )
+    workload = _workload(arguments)
+    try:
+        if workload.schedule != PIPEDREAM:
+            find(workload.schedule)
+    except ScheduleError as error:
+        raise UsageError(in_flags(error)) from error
+    from evenpipe.cli.partition_sources import Source  # it brings torch, which bad input need not wait for
+
     source = Source(arguments)
     limit_bytes = int(source.memory_gib * _GIB)
-    workload = _workload(arguments)
     options = (workload, arguments.stages, limit_bytes, arguments.optimize, source.host_gbps)
     try:
         if arguments.max_batch:
@@ -293,7 +306,7 @@ def _run(arguments: Namespace) -> int:
         raise UsageError(in_flags(error)) from error
     _write(arguments, source, profile, plan)
     for warning in plan.warnings:
-        console_of(stderr=True).print(f"warning: {warning}", style="yellow", soft_wrap=True)
+        print_prose(console_of(stderr=True), f"warning: {warning}", "yellow")
     if arguments.json:
         batch = {"max_batch": plan.origin.micro_batch_size} if arguments.max_batch else {}
         print(json.dumps(plan.model_dump(mode="json") | batch))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
-from evenpipe.cli.shown import print_table
+from evenpipe.cli.shown import print_prose, print_table
 from evenpipe.partition.dawnpiper.balance import Balance
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Profile
@@ -79,7 +79,7 @@ def print_check(console: Console, found: CheckedLayout) -> None:
     print_table(console, ("stage", "ms", "peak GiB", "best: ms", "peak GiB"), rows, caption)
     console.print(f"best: '{found.best}'", soft_wrap=True)
     problem = in_megatron(found.problem) if found.problem else ""
-    console.print(problem or f"fits, {max(0.0, found.slower):.1%} slower than the best", soft_wrap=True)
+    print_prose(console, problem or f"fits, {max(0.0, found.slower):.1%} slower than the best")
 
 
 def print_front(console: Console, plan: Plan) -> None:

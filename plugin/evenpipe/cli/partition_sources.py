@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from evenpipe.cli.parser import UsageError
-from evenpipe.cli.shown import console_of
+from evenpipe.cli.progress import progress
+from evenpipe.cli.shown import console_of, print_prose
 from evenpipe.descriptions import Cluster, DescriptionError, device, equal_nodes
 from evenpipe.partition.models import Example, ModelError, build, from_config, from_function
 from evenpipe.partition.profile import Profile, ProfileError
@@ -101,8 +101,7 @@ class Source:
         if self._read is not None:
             return self._read
         times = self._times
-        with _progress() as show, _one_line():
-            show("tracing", 0, 0)
+        with progress("partition", "tracing") as show, _one_line():
             name, graph = self._traced
             return self._told(profile(graph, times, name, lambda done, total: show("profiling", done, total)))
 
@@ -119,7 +118,7 @@ class Source:
                 reason = self._compare(draft, graph)
             if reason is not None:
                 note = f"note: the stages were not compared with the uncut model: {reason}"
-                console_of(stderr=True).print(note, soft_wrap=True)
+                print_prose(console_of(stderr=True), note)
             write_stages(graph, profile, plan, path)
         except StageCodeError as error:
             raise UsageError(f"--out {path}: {error}") from error
@@ -130,8 +129,7 @@ class Source:
             return None
         if not self.arguments.max_batch:
             return self._traced[1]
-        with _progress() as show, _one_line():
-            show("tracing", 0, 0)
+        with progress("partition", "tracing"), _one_line():
             return self._graph(micro_batch_size)
 
     def _compare(self, plan: Path, graph: Graph) -> str | None:
@@ -178,8 +176,7 @@ class Source:
             raise UsageError(
                 "--max-batch: not with --module, whose inputs have one size: find it with --micro-batch-size"
             )
-        with _progress() as show, _one_line():
-            show("tracing", 0, 0)
+        with progress("partition", "tracing") as show, _one_line():
             name = self._example(1).name
             return Profiles(self._graph, times, name, lambda done, total: show("profiling", done, total))
 
@@ -254,17 +251,3 @@ def _one_line(option: str = "") -> Iterator[None]:
         yield
     except (ModelError, TraceError, DescriptionError, RooflineError, ProfileError) as error:
         raise UsageError(f"{option} {error}".lstrip()) from error
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Gives what to call with what is done, how many of how many (0: not known); shown on standard error."""
-    console = console_of(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total or None)
-
-        yield show

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from evenpipe.cli.parser import Commands, UsageError, add_command
-from evenpipe.cli.shown import console_of
+from evenpipe.cli.progress import progress
+from evenpipe.cli.shown import console_of, print_prose
 from evenpipe.upstream import ANY
 from evenpipe.upstream.findings import Finding, Findings, Item, Purpose, State
 from evenpipe.upstream.installed import wrong_apex
@@ -42,7 +41,7 @@ def _show_one(name: str, findings: Findings, console: Console) -> None:
     _say(console, f"{version}{f' in {findings.root}' if findings.root else ''}: {verdict}", "bold")
     for heading, rows in _sections(findings.findings):
         _say(console, f"\n{heading}", "bold")
-        console.print(_table(rows))
+        _print_items(console, rows)
     said: set[str] = set()
     for purpose in Purpose:
         for line in findings.problems(purpose):
@@ -74,15 +73,22 @@ def _sections(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]
                 yield f"{done} for {purpose.value}", some
 
 
-def _table(findings: Sequence[Finding]) -> Table:
-    table = Table.grid(padding=(0, 2), pad_edge=True)
+def _print_items(console: Console, findings: Sequence[Finding]) -> None:
+    """Print state, set and symbols of each; symbols are never broken, and go below where a line is too short."""
+    states, sets = (
+        max(map(len, column))
+        for column in zip(*((state.value, _set_of(item)) for item, state, _ in findings), strict=True)
+    )
     for item, state, _ in findings:
-        symbols = Text("\n".join(item.symbols), overflow="fold")
-        symbols.append(f" ({_releases(item)})")
+        head = f"  {state.value:<{states}}  {_set_of(item):<{sets}}  "
+        *others, last = item.symbols
+        symbols = [*others, f"{last} ({_releases(item)})"]
+        below = len(head) + max(map(len, symbols)) > console.width
+        indent = " " * (6 if below else len(head))
+        lines = [f"{indent}{symbol}" for symbol in symbols]
+        _say(console, "\n".join([head.rstrip(), *lines] if below else [head + symbols[0], *lines[1:]]))
         if item.reason is not None:
-            symbols.append(f"\n{item.reason}", style="dim")
-        table.add_row(Text(state.value), Text(_set_of(item)), symbols)
-    return table
+            print_prose(console, f"{indent}{item.reason}", "dim")
 
 
 def markdown() -> Iterator[str]:
@@ -163,7 +169,8 @@ def _run(arguments: Namespace) -> int:
             raise UsageError("--markdown lists what is the same for every release: leave out --check")
         print("\n".join(markdown()))
         return 0
-    found = _found(arguments.check)
+    with progress("patches", "imports frameworks" if arguments.check is None else "reads files"):
+        found = _found(arguments.check)
     if arguments.json:
         print(json.dumps(_document(found)))
     else:

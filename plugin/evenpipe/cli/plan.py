@@ -5,19 +5,19 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from time import monotonic
 from typing import Final, get_args
 
 from evenpipe.cli.estimate import (
     AS_IN_PAPERS,
     AS_LOGGED,
+    PRECISIONS,
     add_what_and_where,
     computed_in,
     framework_named,
+    in_precision,
     known_names,
     model_and_cluster,
     notes_of,
@@ -25,13 +25,13 @@ from evenpipe.cli.estimate import (
     words_of,
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
-from evenpipe.cli.shown import console_of, print_table
+from evenpipe.cli.progress import progress
+from evenpipe.cli.shown import console_of, print_prose, print_table
 from evenpipe.cli.values import output_file, picture_file, positive, sample_count, write
 from evenpipe.descriptions import Cluster, DescriptionError, Framework, Model, Precision
 from evenpipe.fitting.deepspeed import ENGINE
 from evenpipe.planner.arguments import Values
 from evenpipe.planner.features import add_features, features_of, flags_of, of_megatron_s_schedules
-from evenpipe.planner.quantized import Quantized
 from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Attention, Dispatcher, EstimateError, Run
 from evenpipe.planner.search.plan import Plan, PlannedRun, brief, plan_of
 from evenpipe.planner.search.question import Engine, Question, weighed
@@ -44,8 +44,9 @@ from evenpipe.report.files import write_atomically
 from evenpipe.schedule import ScheduleError, find, own
 from evenpipe.settings.spelling import in_flags
 from evenpipe.train.engines import ENGINES
+from evenpipe.wording.nearest import nearest
 
-__all__ = ["SEARCHED", "add_search_options", "add_to", "drawn", "engine_of", "question_from", "show"]
+__all__ = ["SEARCHED", "add_search_options", "add_to", "drawn", "engine_of", "question_from", "search_shown", "show"]
 
 #: Frameworks whose stages all have as many layers (BPipe §4.2, L mod p = 0; PipeDream-2BW §3.3), and that divide no
 #: sequence.
@@ -81,7 +82,7 @@ def add_search_options(parser: ArgumentParser, title: str, description: str | No
     group.add_argument("--micro-batch-size", "--micro-batch", type=positive, metavar="B")
     several = "several are weighed beside each other; fp8: as --fp8-recipe says, or delayed"
     group.add_argument(
-        "--precision", type=_Listed(_PRECISIONS), metavar="NAME[,NAME...]", help=f"{' | '.join(_PRECISIONS)}; {several}"
+        "--precision", type=_Listed(PRECISIONS), metavar="NAME[,NAME...]", help=f"{' | '.join(PRECISIONS)}; {several}"
     )
     dispatchers = f"{' | '.join(get_args(Dispatcher))}: experts' dispatchers to weigh beside each other"
     group.add_argument(
@@ -99,10 +100,6 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-#: What products may be computed in.
-_PRECISIONS: Final = (*get_args(Precision), "fp8", *get_args(Quantized))
-
-
 @dataclass(frozen=True)
 class _Listed:
     """The type of an option that takes several of ``known`` names."""
@@ -112,7 +109,7 @@ class _Listed:
     def __call__(self, text: str) -> tuple[str, ...]:
         for name in _names(text):
             if name not in self.known:
-                raise ArgumentTypeError(f"{name!r}: choose of {', '.join(self.known)}, with a comma between two")
+                raise ArgumentTypeError(f"{name!r}: unknown, {nearest(name, self.known)}")
         return tuple(dict.fromkeys(_names(text)))
 
 
@@ -124,21 +121,11 @@ def _each_asked(arguments: Namespace, of: Model, nodes: Cluster) -> list[Run]:
         Namespace(framework=arguments.framework, precision=plain, attention=arguments.attention), nodes
     )
     asked = Run(global_batch=1, precision=precision, attention=attention, **features_of(Values(arguments)))
-    found = [asked] if plain or not names else [_computed_in(asked, name, arguments.fp8_recipe) for name in names]
+    found = [asked] if plain or not names else [in_precision(asked, name, arguments.fp8_recipe) for name in names]
     if arguments.moe_dispatchers and of.experts is None:
         raise UsageError(f"--moe-dispatchers: {of.name} has no experts: leave it out")
     dispatchers = arguments.moe_dispatchers or (asked.dispatcher,)
     return [replace(one, dispatcher=dispatcher) for one in found for dispatcher in dispatchers]
-
-
-def _computed_in(asked: Run, name: str, recipe: str | None) -> Run:
-    """Return the run with products in that precision; those in 8 and 4 bits are beside bf16."""
-    if name in get_args(Precision):
-        plain = {"quantized": None, "quantized_parameters": False, "quantized_attention": False}
-        return replace(asked, precision=name, **plain)  # type: ignore[arg-type]
-    quantized = recipe or "delayed" if name == "fp8" else name
-    narrow = {"quantized_attention": False, "quantized_parameters": False} if quantized == "nvfp4" else {}
-    return replace(asked, precision="bf16", quantized=quantized, **narrow)  # type: ignore[arg-type]
 
 
 def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
@@ -217,29 +204,29 @@ def show(plan: Plan, command: str) -> None:
         rows.append((*map(str, row), f"{one.samples_per_second:.2f}", *[f"{to_loss:.2f}"] * late))
     print_table(console, heads, rows, caption, optional=("bubble", "MFU", "TFLOP/s"))
     if late:
-        console.print(
+        print_prose(
+            console,
             f"to the same loss: 2bw needs {ITERATIONS_WITH_LATE_GRADIENTS - 1:.0%} more iterations (PipeDream-2BW "
             "§5.1), which the order of plans counts",
-            soft_wrap=True,
         )
     console.print(f"GiB of each stage, of {plan.device_gib:g} (×: so many stages in a row)", style="bold")
     for number, one in enumerate(plan.plans, 1):
-        console.print(f"  {number}: {_memory(one)}", soft_wrap=True)
+        print_prose(console, f"  {number}: {_memory(one)}")
         if one.each_stage[0].nodes:
-            console.print(f"     {stages_on([stage.nodes for stage in one.each_stage])}", soft_wrap=True)
+            print_prose(console, f"     {stages_on([stage.nodes for stage in one.each_stage])}")
     best = plan.plans[0]
     if best.global_batch_size < plan.global_batch_size:
         console.print(
             f"batch: {best.global_batch_size} samples, the most that {best.data_parallel} replicas share alike"
         )
     sure = Uncertainty(**best.uncertainty)  # type: ignore[arg-type]
-    console.print(f"an iteration takes {best.iteration_ms:,.0f} ms ({sure}: {sure.meaning})")
+    print_prose(console, f"an iteration takes {best.iteration_ms:,.0f} ms ({sure}: {sure.meaning})")
     console.print(f"{command} {best.flags}", soft_wrap=True)
     for line in best.warnings:
-        console.print(line, soft_wrap=True)
+        print_prose(console, line)
     console.print("not taken", style="bold")
     for one_rejected in plan.rejected:
-        console.print(f"  {one_rejected.family}: {one_rejected.reason}", soft_wrap=True)
+        print_prose(console, f"  {one_rejected.family}: {one_rejected.reason}")
     runs = plan.runs
     console.print(
         f"{runs['weighed']:,} runs: {runs['too_large']:,} do not fit, {runs['slower']:,} are slower by their bounds, "
@@ -311,8 +298,7 @@ def add_to(commands: Commands) -> None:
 def _run(arguments: Namespace) -> None:
     try:
         question = _question(arguments)
-        with _progress() as told:
-            found = search(question, arguments.top, told)
+        found = search_shown("plan", question, arguments.top)
     except DescriptionError as error:
         raise UsageError(str(error)) from error
     except EstimateError as error:
@@ -332,23 +318,13 @@ def _run(arguments: Namespace) -> None:
         print(last)
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Yield what says on a terminal, twice a second, how far a search is.
+def search_shown(command: str, question: Question, top: int) -> Found:
+    """Return what a search finds, with its progress on a terminal.
 
     How long it still takes is not known: of runs that are left, most need no simulation, and a few take a second.
     """
-    said = began = monotonic()
-    with console_of(stderr=True).status("plan: weighs runs") as status:
-
-        def told(simulated: int, left: int) -> None:
-            nonlocal said
-            now = monotonic()
-            if now - said > 0.5:
-                said = now
-                status.update(f"plan: {simulated:,} runs simulated, {left:,} to weigh, {now - began:.0f} s")
-
-        yield told
+    with progress(command, "weighs runs") as show_progress:
+        return search(question, top, lambda runs, left: show_progress(f"{runs:,} runs simulated, {left:,} to weigh"))
 
 
 def _recipe_of(arguments: Namespace, question: Question, best: PlannedRun) -> str:

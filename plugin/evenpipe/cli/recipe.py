@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,12 +14,13 @@ from typing import Any
 from evenpipe.cli.estimate import add_model, model_and_cluster
 from evenpipe.cli.fit import fit_schedule
 from evenpipe.cli.parser import Commands, UsageError, add_command, sentence
-from evenpipe.cli.plan import SEARCHED, add_search_options, engine_of, question_from
+from evenpipe.cli.plan import SEARCHED, add_search_options, engine_of, question_from, search_shown
+from evenpipe.cli.shown import console_of, print_prose
 from evenpipe.cli.values import sample_count
 from evenpipe.deepspeed.section import SectionError, section_of
-from evenpipe.descriptions import Cluster, DescriptionError, Model, framework
+from evenpipe.descriptions import Cluster, DescriptionError, Device, Model, framework
+from evenpipe.planner.estimate import Estimate
 from evenpipe.planner.run import EstimateError, Run
-from evenpipe.planner.search.search import search
 from evenpipe.recipes import Recipe, RecipeError, Settings
 from evenpipe.recipes.checking import Checked, check
 from evenpipe.recipes.files import files_of, write_files
@@ -28,12 +30,11 @@ from evenpipe.recipes.surroundings import in_megatron
 from evenpipe.recipes.unsupported import refuse, refuse_before_planning, refuse_divided
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags
-from evenpipe.wording.printable import printable
 
 __all__ = ["add_to", "show_check"]
 
 
-def show_check(folder: Path, checkout: Path | None) -> int:
+def show_check(folder: Path, checkout: Path | None, as_json: bool = False) -> int:
     """Print problems and what was not looked at; 1 where there are problems. UsageError for what is no recipe."""
     try:
         written = read_folder(folder)
@@ -47,18 +48,35 @@ def show_check(folder: Path, checkout: Path | None) -> int:
             said, note = _by_megatron(written, found, checkout)
             problems += said
             notes += note
+    problems, notes = ([" ".join(line.split()) for line in lines] for lines in (problems, notes))
+    estimate = None if problems else found.estimate
+    device = written.about.cluster.device
+    if as_json:
+        about = {"format": "evenpipe.recipe-check/1", "folder": str(folder), "problems": problems, "notes": notes}
+        print(json.dumps(about | {"predicted": None if estimate is None else _predicted(estimate, device)}))
+        return 1 if problems else 0
+    console = console_of()
     for line in problems:
-        print(printable(" ".join(line.split())))
+        print_prose(console, line)
     for line in notes:
-        print(printable(f"note: {' '.join(line.split())}"))
-    if found.estimate is not None and not problems:
-        estimate = found.estimate
-        most, gib = estimate.fullest_gib(written.about.cluster.device)
-        print(
-            f"{folder}: fits: {most:.1f} of {gib:g} GiB, {estimate.iteration_ms:,.0f} ms an iteration, "
-            f"MFU {estimate.mfu:.1%}"
-        )
+        print_prose(console, f"note: {line}")
+    if estimate is not None:
+        most, gib = estimate.fullest_gib(device)
+        fits = f"fits: {most:.1f} of {gib:g} GiB, {estimate.iteration_ms:,.0f} ms an iteration, MFU {estimate.mfu:.1%}"
+        print_prose(console, f"{folder}: {fits}")
     return 1 if problems else 0
+
+
+def _predicted(estimate: Estimate, device: Device) -> dict[str, Any]:
+    most, gib = estimate.fullest_gib(device)
+    return {
+        "fits": estimate.fits,
+        "memory_gib": most,
+        "device_gib": gib,
+        "iteration_ms": estimate.iteration_ms,
+        "uncertainty": estimate.uncertainty._asdict(),
+        "mfu": estimate.mfu,
+    }
 
 
 def _section(configuration: Mapping[str, Any]) -> EvenPipeConfig | None:
@@ -104,12 +122,15 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands,
         "recipe",
-        usage="evenpipe recipe gpt|bert (--model NAME | --hf PATH) --cluster NAME --framework NAME --launcher NAME "
-        "--out DIR (--plan PLAN.json | --global-batch-size G) [--set KEY=VALUE ...] [--force]\n"
-        "       evenpipe recipe --check DIR [--megatron-lm PATH]\n"
-        "       evenpipe recipe [--cluster NAME] --from-flags torchrun ... pretrain_gpt.py [FLAGS ...]",
+        usage="evenpipe recipe gpt|bert (--model NAME | --hf PATH) --cluster NAME"
+        "\n                       --framework NAME --launcher NAME --out DIR"
+        "\n                       (--plan PLAN.json | --global-batch-size G)"
+        "\n                       [--set KEY=VALUE ...] [--force] [--json]"
+        "\n       evenpipe recipe --check DIR [--megatron-lm PATH] [--json]"
+        "\n       evenpipe recipe [--cluster NAME] [--json]"
+        "\n                       --from-flags torchrun ... pretrain_gpt.py [FLAGS ...]",
         description=f"{sentence('recipe')} A README beside them says what is predicted.",
-        epilog=f"Settings: {settings}.",
+        epilog=f"Settings: {settings}. --json prints evenpipe.recipe/1, with --check evenpipe.recipe-check/1.",
     )
     parser.add_argument("kind", nargs="?", choices=("gpt", "bert"), help="what is trained")
     group = parser.add_argument_group("what and where")
@@ -127,6 +148,7 @@ def add_to(commands: Commands) -> None:
         *("--set", "-s"), action="append", default=[], dest="assignments", metavar="KEY=VALUE", help="a setting, below"
     )
     group.add_argument("--force", action="store_true", help="write over files that are there")
+    group.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     group = parser.add_argument_group("instead")
     group.add_argument("--check", type=Path, metavar="DIR", help="say what no longer fits of a recipe that was edited")
     group.add_argument(
@@ -143,9 +165,9 @@ def add_to(commands: Commands) -> None:
 
 def _run(arguments: Namespace) -> int | None:
     if arguments.check is not None:
-        return show_check(arguments.check, arguments.megatron_lm)
+        return show_check(arguments.check, arguments.megatron_lm, arguments.json)
     if arguments.from_flags is not None:
-        fit_schedule(arguments.from_flags, arguments.cluster)
+        fit_schedule(arguments.from_flags, arguments.cluster, arguments.json)
         return None
     if arguments.kind is None:
         raise UsageError("gpt or bert: which is trained? Or give --check DIR, or --from-flags and a line")
@@ -175,6 +197,10 @@ def _write(arguments: Namespace) -> None:
             f"--out {arguments.out}: {error.strerror or error}: name a folder that can be written"
         ) from error
     found = recipe.estimate
+    if arguments.json:
+        about = {"format": "evenpipe.recipe/1", "folder": str(arguments.out), "files": list(files)}
+        print(json.dumps(about | {"predicted": _predicted(found, recipe.cluster.device)}))
+        return
     most, gib = found.fullest_gib(recipe.cluster.device)
     needs = f"{most:.1f} of {gib:g} GiB" if found.fits else f"does not fit: {found.reason}"
     print(f"{arguments.out}: {', '.join(files)}")
@@ -205,4 +231,4 @@ def _planned(arguments: Namespace, of: Model, nodes: Cluster) -> tuple[Run, str]
     if arguments.framework == "deepspeed":
         refuse_divided("deepspeed", arguments.tensor_parallel or 1, arguments.context_parallel or 1)
         arguments.tensor_parallel = arguments.context_parallel = 1
-    return search(question_from(arguments, of, nodes), 1).plans[0].run, arguments.framework
+    return search_shown("recipe", question_from(arguments, of, nodes), 1).plans[0].run, arguments.framework

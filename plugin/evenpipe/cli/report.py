@@ -230,6 +230,9 @@ def add_to(commands: Commands) -> None:
         help="what `evenpipe train`, `partition` or `plan --out`, or `simulate` or `demo --json`, has written",
     )
     parser.add_argument("--html", type=output_file, required=True, metavar="OUT.html", help="the page")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document, evenpipe.page/1: where the page is"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -237,6 +240,8 @@ def _run(arguments: Namespace) -> None:
     path: Path = arguments.document
     title, views = _views(_read(path), path)
     write_page(arguments.html, title, views)
+    if arguments.json:
+        print(json.dumps({"format": "evenpipe.page/1", "title": title, "path": str(arguments.html)}))
 
 
 def write_page(path: Path, title: str, views: list[View]) -> None:

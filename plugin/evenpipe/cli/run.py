@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.upstream.ending import end_job
@@ -25,8 +25,8 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands,
         "run",
-        usage="torchrun ... -m evenpipe run [-h] [--cpu | --deepspeed | --estimate [--cluster NAME] [--json]] SCRIPT "
-        "[FLAGS...]",
+        usage="torchrun ... -m evenpipe run [--cpu | --deepspeed] SCRIPT [FLAGS ...]"
+        "\n       evenpipe run --estimate [--cluster NAME] [--json] SCRIPT [FLAGS ...]",
         description="Run a training script of Megatron-LM, unmodified. Its flags are Megatron's own, and those of the "
         "group EvenPipe that `evenpipe run SCRIPT --help` shows; without any of them the run is stock. With "
         '--deepspeed, a script that uses DeepSpeed: the section "evenpipe" of its configuration takes effect. With '
@@ -54,13 +54,17 @@ def _run(arguments: Namespace) -> None:
     script: Path = arguments.script
     try:
         with io.open_code(str(script)) as file:
-            source = file.read()
+            code = compile(file.read(), str(script), "exec", dont_inherit=True)
     except OSError as error:
         raise UsageError(f"{script}: {error.strerror}: name the script to run, such as pretrain_gpt.py") from None
+    except (SyntaxError, ValueError) as error:
+        at = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        said = error.msg if isinstance(error, SyntaxError) else error
+        raise UsageError(f"{script}{at}: is no Python ({said}): correct it, or name another script") from None
     if arguments.estimate:
         from evenpipe.cli.run_estimate import estimated
 
-        estimated(arguments, lambda listener: _run_script(arguments, source, listener))
+        estimated(arguments, lambda listener: _run_script(arguments, code, listener))
         return
     for option in ("cluster", "json"):
         if getattr(arguments, option):
@@ -68,7 +72,7 @@ def _run(arguments: Namespace) -> None:
     if arguments.cpu:
         os.environ["EVENPIPE_CPU"] = "1"
     try:
-        _run_script(arguments, source)
+        _run_script(arguments, code)
     except Exception as error:
         if not (arguments.cpu or arguments.deepspeed) and _misses_a_gpu(error):
             end_job(f"{error}: this machine has no GPU: put --cpu before {script}, to try it on CPU")
@@ -90,7 +94,7 @@ def _misses_a_gpu(error: Exception) -> bool:
     return str(error) == "Megatron requires CUDA." or getattr(error, "name", None) == "triton"
 
 
-def _run_script(arguments: Namespace, source: bytes, listener: Callable[..., None] | None = None) -> None:
+def _run_script(arguments: Namespace, code: CodeType, listener: Callable[..., None] | None = None) -> None:
     """As `python SCRIPT FLAGS` would; a ``listener`` hears of Megatron's arguments, and nothing is started."""
     script: Path = arguments.script
     sys.argv = [str(script), *arguments.flags]
@@ -111,4 +115,4 @@ def _run_script(arguments: Namespace, source: bytes, listener: Callable[..., Non
         os.environ["EVENPIPE_SCRIPT"] = str(script.resolve())
         main.__spec__ = ModuleSpec(_SPAWNED, loader=None)
     sys.modules["__main__"] = main
-    exec(compile(source, str(script), "exec", dont_inherit=True), vars(main))
+    exec(code, vars(main))

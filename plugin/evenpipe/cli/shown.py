@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, Literal, TypeAlias
 
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from evenpipe.wording.printable import printable
 
-__all__ = ["DRAWN_WIDTH", "console_of", "print_table"]
+__all__ = ["DRAWN_WIDTH", "console_of", "print_prose", "print_table"]
 
 #: Columns of what is drawn in blocks, at most.
 DRAWN_WIDTH: Final = 160
@@ -45,6 +46,16 @@ class _PrintableConsole(Console):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
+def print_prose(console: Console, text: str, style: str = "") -> None:
+    """Print sentences, wrapped between words; a longer word, such as a path, stays whole, and an indent is kept."""
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()))
+        further = indent and f"{indent}  "
+        width = max(1, console.width)
+        wrapped = textwrap.wrap(line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False)
+        console.print("\n".join(wrapped), style=style, soft_wrap=True)
+
+
 def print_table(
     console: Console,
     heads: Sequence[str],
@@ -69,7 +80,7 @@ def print_table(
                 if cell.plain:
                     console.print(Text.assemble("  " * bool(place), f"{head}: " if head else "", cell), soft_wrap=True)
     if caption:
-        console.print(caption, soft_wrap=True)
+        print_prose(console, caption)
 
 
 def _table(heads: Sequence[str], cells: Sequence[Sequence[Text]]) -> Table:

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 from evenpipe.descriptions import Model, described
 from evenpipe.planner.features import add_features, features_of
 from evenpipe.planner.run import Attention, Run
+from evenpipe.wording.parsing import in_plain_words
 
 __all__ = [
     "FlagError",
@@ -168,7 +169,7 @@ _UNDESCRIBED: Final = {
 
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise FlagError(message)
+        raise FlagError(in_plain_words(message))
 
 
 def parse_flags(flags: Sequence[str]) -> tuple[Namespace, list[str]]:

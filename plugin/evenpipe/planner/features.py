@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, _ArgumentGroup
+from argparse import ArgumentParser, ArgumentTypeError, _ArgumentGroup
 from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations_with_replacement
 from typing import Any, Final, get_args
@@ -65,12 +65,29 @@ def add_features(group: ArgumentParser | _ArgumentGroup) -> None:
         for option, choices in options.items():
             about = " | ".join(choices)
             group.add_argument(f"--{option}", nargs=several, choices=choices, metavar="NAME", help=about)
-    group.add_argument("--activation-offload-fraction", type=float, metavar="F", help="of groups (default: all)")
+    group.add_argument("--activation-offload-fraction", type=_fraction, metavar="F", help="of groups (default: all)")
     group.add_argument("--delta-offload-bytes-across-pp-ranks", type=int, metavar="N", help="that a later stage keeps")
     group.add_argument(
-        "--lora-rank", type=int, metavar="R", help="adapters of Megatron Bridge's (dim); nothing else trains"
+        "--lora-rank", type=_rank, metavar="R", help="adapters of Megatron Bridge's (dim); nothing else trains"
     )
-    group.add_argument("--optimizer-offload-fraction", type=float, metavar="F", help="of parameters (default: all)")
+    group.add_argument("--optimizer-offload-fraction", type=_fraction, metavar="F", help="of parameters (default: all)")
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ArgumentTypeError(f"{text} is no fraction: give a number from 0 to 1, such as 0.5")
+    return value
+
+
+def _rank(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise ArgumentTypeError(f"{text} is no rank: give a whole number of at least 1, or leave it out")
+    return value
 
 
 def features_of(value: Callable[[str, Any], Any]) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def refuse_divided(framework: Framework, tensor: int, context: int) -> None:
     """Raise RecipeError where layers would be divided that are whole."""
     if framework == "deepspeed" and tensor * context > 1:
         raise RecipeError(
-            f"tensor × context parallel {tensor * context}: the layers for DeepSpeed are whole, and 2bw has no model "
-            "parallelism there at all: plan with --tensor-parallel 1, or use --framework megatron"
+            f"--framework deepspeed: its layers are whole, not divided by tensor × context = {tensor * context}: "
+            "plan with --tensor-parallel 1 --context-parallel 1, or use --framework megatron"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evenpipe.cli.formats import Page
 from evenpipe.cli.main import main
 from evenpipe.report.page.content import amount
 
@@ -29,6 +30,13 @@ def page_of(document: Path) -> str:
     out = document.with_suffix(".html")
     assert main(["report", str(document), "--html", str(out)]) == 0
     return out.read_text()
+
+
+def test_where_the_page_is_as_json(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.html"
+    main(["report", str(run), "--html", str(out), "--json"])
+    assert Page.model_validate_json(capsys.readouterr().out).path == str(out)
+    assert out.exists()
 
 
 def without_library(page: str) -> str:

@@ -15,10 +15,12 @@ def check(size: Size) -> None:
     if size.stages < 2:
         raise ScheduleError(f"stages={size.stages}: interleaved needs at least 2 stages")
     p, m, k = size.stages, size.micro_batches, group(size)
-    if k < p or 0 < m % k < p:
-        groups = "a multiple of" if k == p else f"with group_size={k} none or at least as many left over as"
+    if k < p:
+        raise ScheduleError(f"group_size={k}: interleaved needs groups of at least as many as there are stages ({p})")
+    if 0 < m % k < p:
+        needs = "a multiple of the stages" if k == p else f"after groups of {k} none left over, or at least the stages"
         raise ScheduleError(
-            f"micro_batches={m}: interleaved needs {groups} stages={p}, or the pipeline would stall between groups"
+            f"micro_batches={m}: interleaved needs {needs} ({p}), or the pipeline would stall between groups"
         )
 
 

@@ -1,0 +1,34 @@
+"""Progress: on a terminal what is done, for how long and how much longer; elsewhere nothing."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from evenpipe.cli import progress as shown
+from evenpipe.cli.progress import progress
+
+
+def text_of(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> str:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=80, color_system=None)
+    monkeypatch.setattr(shown, "console_of", lambda stderr: console)
+    with progress("partition", "tracing") as show:
+        time.sleep(0.2)
+        for done in range(3):
+            show("profiling", done, 4)
+            time.sleep(0.2)
+    return file.getvalue()
+
+
+def test_a_terminal_is_told_what_is_done_and_how_long_it_still_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = text_of(monkeypatch, True)
+    assert "partition: tracing, 0 s" in text
+    assert "partition: profiling, 0 s, 2 of 4, about 0 s left" in text or "2 of 4, about 1 s left" in text
+
+
+def test_a_file_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not text_of(monkeypatch, False).strip()
