@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from evenpipe.cli.main import main
+from evenpipe.fitting.deepspeed import in_deepspeed
 
 CONFIGURATION = {
     "train_micro_batch_size_per_gpu": 4,
@@ -100,3 +101,8 @@ def test_what_only_deepspeed_s_json_needs_is_refused_beside_a_line_of_megatron_s
     with pytest.raises(SystemExit):
         main(["fit", "--model", "llama3-8b", "--", "torchrun", "pretrain_gpt.py"])
     assert "--model: is for DeepSpeed's JSON only: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("advice", ["give --recompute selective", "or --sharded-optimizer", "give --attention flash"])
+def test_advice_has_no_option_that_a_configuration_cannot_take(advice):
+    assert "--" not in in_deepspeed(advice)

@@ -169,6 +169,6 @@ def _of_gain(found: Answers, shown: Sequence[Answer]) -> list[str]:
     """Return notes on answers that are missing: nothing is faster, or EvenPipe's schedules are not."""
     if not shown:
         return [NOTHING_TO_GAIN]
-    if found.stock is not None and found.evenpipe is None and not by_evenpipe(found.now.run):
+    if found.stock is not None and not any(one.evenpipe for one in shown) and not by_evenpipe(found.now.run):
         return ["EvenPipe's schedules gain less than 2 % over Megatron's: leave them out"]
     return []

@@ -230,6 +230,9 @@ def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
 _SPELT: Final[Mapping[str, str]] = MappingProxyType(
     {
         "--recompute full": _AGAIN.format(1),
+        "--recompute selective": _AGAIN.format(1),  # DeepSpeed computes whole layers again
+        "--attention flash": "bf16 and flash attention in the script",
+        "--sharded-optimizer": '"zero_optimization": {"stage": 1}',
         "--micro-batch-size than": "train_micro_batch_size_per_gpu than",
         "--bpipe": f'"{NAME}": {{"bpipe": true}}',
         "--layout": f"{NAME}.partition",
