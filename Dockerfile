@@ -15,6 +15,8 @@ ENV PYTHONPATH=/opt/Megatron-LM
 
 # Without dependencies: the container's torch, a pre-release by its version, stays. What it may lack is small.
 COPY . /opt/evenpipe
+# Versions are not pinned: what the container has already satisfies these, and stays.
+# hadolint ignore=DL3013
 RUN pip install --no-cache-dir --no-deps /opt/evenpipe \
     && pip install --no-cache-dir 'pydantic>=2' pyyaml jinja2 rich matplotlib 'bokeh>=3.8,<4' \
     && evenpipe patches --check /opt/Megatron-LM

@@ -97,7 +97,14 @@ def test_the_dockerfile_s_words():
     assert set(re.findall(r"\$\{(\w+)\}", joined)) == set(defaults)
     (release,) = re.fullmatch(r"core_v(\d+\.\d+)\.\d+", defaults["MEGATRON_LM"]).groups()
     assert release in RELEASES
-    required = re.search(r"install_requires=\[(.*?)\]", (ROOT / "setup.py").read_text(), re.S)[1]
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    for word, rest in lines:
+        if word == "RUN":
+            done = subprocess.run([shellcheck, "-s", "bash", "-"], input=rest, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout
+    setup = (ROOT / "setup.py").read_text()
+    assert all(f'"{one}"' in setup for one in re.findall(r"'(\w+[<>=][^']*)'", joined)), "bounds are setup.py's"
+    required = re.search(r"install_requires=\[(.*?)\]", setup, re.S)[1]
     for name in re.findall(r'"([a-z]+)', required):
         assert name in joined or name in ("torch", "numpy", "python_version"), (
             f"{name} is the container's, or has to be installed"

@@ -80,7 +80,7 @@ def test_commands_options_and_choices(proposed: Proposed) -> None:
     assert proposed("pla") == ["plan"]
     assert proposed("plan", "--micro") == ["--micro-batch-size"]
     assert proposed("plan", "--precision", "")[:4] == ["fp32", "fp16", "bf16", "fp8"]
-    assert proposed("estimate", "--precision", "") == ["fp32", "fp16", "bf16"]
+    assert proposed("estimate", "--attention", "") == ["unfused", "flash"]
     assert proposed("estimate", "--bpipe", "--no-such") == []
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.cli.shown import console_of, print_prose, print_table
+from evenpipe.cli.shown import console_of, in_runs, print_prose, print_table
 
 SCHEDULE = [sys.executable, "-m", "evenpipe", "schedule", "--schedule", "1f1b", "--stages", "2", "--micro-batches", "2"]
 HEADS = ("stage", "weights", "total", "why")
@@ -62,6 +62,10 @@ def test_sentences_are_wrapped_between_words_and_names_stay_whole() -> None:
         "  zbv: slower, see",
         "    /a/path/that/is/longer/than/a/line",
     ]
+
+
+def test_stages_that_are_alike_are_counted() -> None:
+    assert in_runs(["70.1", "69.0", "69.0", "69.0", "66.2", "70.1"]) == "70.1 69.0×3 66.2 70.1"
 
 
 def test_without_a_terminal_nothing_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:

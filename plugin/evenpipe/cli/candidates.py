@@ -10,7 +10,7 @@ from typing import Final
 
 from evenpipe.cli.parser import Commands, RunFailed, UsageError, add_command
 from evenpipe.cli.progress import progress
-from evenpipe.cli.shown import console_of, print_table
+from evenpipe.cli.shown import console_of, in_runs, print_table
 from evenpipe.cli.training import add_fields, options_from
 from evenpipe.cli.values import gibibytes, picture_file, sample_count, write
 from evenpipe.planner.group_memory import PlanError, StageMemory, candidates, divisors, peak_bytes
@@ -84,7 +84,9 @@ def _run(arguments: Namespace) -> None:
         return
     console = console_of()
     console.print(title, style="bold")
-    print_table(console, ("k", "b", "m", "peak GiB", "of each stage"), _rows(found, peaks))
+    print_table(
+        console, ("k", "b", "m", "peak GiB", "of each stage"), _rows(found, peaks), "×: so many stages in a row"
+    )
 
 
 def _plan(arguments: Namespace) -> tuple[TrainOptions, int]:
@@ -119,7 +121,7 @@ def _document(found: Sequence[Candidate], peaks: Sequence[tuple[int, ...]]) -> d
 
 def _rows(found: Sequence[Candidate], peaks: Sequence[tuple[int, ...]]) -> Iterator[Sequence[str]]:
     for candidate, stages in zip(found, peaks, strict=True):
-        each = " ".join(f"{peak / _GIB:.4g}" for peak in stages)
+        each = in_runs(f"{peak / _GIB:.4g}" for peak in stages)
         yield *map(str, candidate), f"{max(stages) / _GIB:.4g}", each
 
 

@@ -7,7 +7,6 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Final, get_args
 
 from evenpipe.cli.estimate import (
@@ -26,7 +25,7 @@ from evenpipe.cli.estimate import (
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.progress import progress
-from evenpipe.cli.shown import console_of, print_prose, print_table
+from evenpipe.cli.shown import console_of, in_runs, print_prose, print_table
 from evenpipe.cli.values import output_file, picture_file, positive, sample_count, write
 from evenpipe.descriptions import Cluster, DescriptionError, Framework, Model, Precision
 from evenpipe.fitting.deepspeed import ENGINE
@@ -247,13 +246,7 @@ def _schedule(one: PlannedRun) -> str:
 
 
 def _memory(one: PlannedRun) -> str:
-    """Such as 70.1 69×6 66.2."""
-    each = [f"{stage.bytes['total'] / _GIB:.1f}" for stage in one.each_stage]
-    return " ".join(_times(gib, len(list(run))) for gib, run in groupby(each))
-
-
-def _times(gib: str, times: int) -> str:
-    return gib if times == 1 else f"{gib}×{times}"
+    return in_runs(f"{stage.bytes['total'] / _GIB:.1f}" for stage in one.each_stage)
 
 
 def drawn(plan: Plan, question: Question, found: Found) -> Front:

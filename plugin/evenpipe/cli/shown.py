@@ -6,6 +6,7 @@ import os
 import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 from typing import Final, Literal, TypeAlias
 
 from rich.box import SIMPLE_HEAD
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from evenpipe.wording.printable import printable
 
-__all__ = ["DRAWN_WIDTH", "console_of", "print_prose", "print_table"]
+__all__ = ["DRAWN_WIDTH", "console_of", "in_runs", "print_prose", "print_table"]
 
 #: Columns of what is drawn in blocks, at most.
 DRAWN_WIDTH: Final = 160
@@ -44,6 +45,12 @@ class _PrintableConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+def in_runs(values: Iterable[str]) -> str:
+    """Return the values of stages, such as 70.1 69.0×6 66.2: those that are alike in a row once."""
+    runs = [(value, len(list(run))) for value, run in groupby(values)]
+    return " ".join(f"{value}×{times}" if times > 1 else value for value, times in runs)
 
 
 def print_prose(console: Console, text: str, style: str = "") -> None:

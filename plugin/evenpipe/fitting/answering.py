@@ -74,7 +74,9 @@ def answered(source: Source, keep: frozenset[Aspect], step: Callable[[str], None
     written = gaining(found, TITLES, lambda new: _edited(source, asked.run, new))
     shown = [_answer(one, line, names, source, asked.run) for line, one, names in written]
     notes = [*source.notes, *notes, *_of_swaps(source, shown), *_of_gain(found, shown)]
-    return Found(found, Fit(now=found.now.estimate.to_json(), answers=shown, notes=notes))
+    now = found.now.estimate.to_json()
+    now |= {"reason": now["reason"] and in_megatron(now["reason"]), "warnings": [*map(in_megatron, now["warnings"])]}
+    return Found(found, Fit(now=now, answers=shown, notes=notes))
 
 
 def _asked(source: Source, keep: frozenset[Aspect]) -> tuple[Asked, list[str]]:

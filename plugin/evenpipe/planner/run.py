@@ -358,7 +358,7 @@ class Run:
                     raise EstimateError(f"{name}: nothing is quantized: say how, with quantized")
             return
         if self.rate not in device.tflops:
-            raise EstimateError(f"{self.rate}_format: {device.name} has no {self.rate}: leave it out")
+            raise EstimateError(f"{self.rate}_format: {device.name} has no {self.rate}: compute in bf16")
         if self.quantized == "mxfp8" and "fp4" not in device.tflops:  # what scales blocks of 32 has 4 bits too
             raise EstimateError(f"fp8_recipe=mxfp8: {device.name} has no MXFP8: choose tensorwise or delayed")
         if self.precision == "fp32":

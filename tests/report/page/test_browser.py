@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -118,6 +119,17 @@ def test_the_first_screen_has_the_timeline(opened: Open) -> None:
     narrow = opened(400).locator("#timeline-0").bounding_box()
     assert narrow is not None
     assert narrow["y"] <= 1000
+
+
+def test_all_is_shown_to_the_end_of_the_slower_of_measured_and_predicted(opened: Open, run: Path) -> None:
+    """The end of the predicted row was once taken for that of both."""
+    page = opened()
+    page.locator("#timeline-0").scroll_into_view_if_needed()
+    page.wait_for_function("document.querySelector('.shown').textContent !== ''")
+    shown, last = re.findall(r"([\d,.]+) ms", page.locator(".shown").first.inner_text())[1:3]
+    assert shown == last
+    measured = max(span["end_ms"] for stage in json.loads(run.read_text())["timeline"] for span in stage)
+    assert float(last.replace(",", "")) >= measured - 0.01
 
 
 def test_every_action_is_named_where_the_mouse_points(opened: Open, run: Path) -> None:

@@ -77,8 +77,12 @@ def test_it_is_not_drawn_white(page: Page) -> None:
     columns = {start for start, *_ in page.evaluate(_DRAWN)["columns"]}
     assert len(columns) > 80, "as many as fit, however soon the page was laid out"
     page.set_viewport_size({"width": 800, "height": 900})
-    page.wait_for_timeout(600)
-    assert 200 < len({start for start, *_ in page.evaluate(_DRAWN)["columns"]}) < 240, "and of another width"
+    for _ in range(50):  # a busy machine lays it out late
+        page.wait_for_timeout(200)
+        columns = {start for start, *_ in page.evaluate(_DRAWN)["columns"]}
+        if len(columns) > 200:
+            break
+    assert 200 < len(columns) < 240, "and of another width"
     said = page.locator(".shown").first.inner_text()
     assert "Shown: 0 ms to " in said
     assert "Single actions are too narrow to be drawn" in said

@@ -66,7 +66,7 @@ def memory_chart(view: View, target: str) -> str:
         if index == 0:
             source = ColumnDataSource(_areas(one, highest, last_ms))
             areas = plot.quad(
-                "start", "end", "top", "bottom", source=source, fill_color=colour, fill_alpha=0.75, line_color=None
+                "start", "end", "top", "bottom", source=source, fill_color=colour, line_color=colour, line_width=1
             )
             tip = '<div class="tip"><strong>stage @stage holds @held</strong><br>@live micro-batches (× chunks), '
             plot.add_tools(HoverTool(renderers=[areas], tooltips=f"{tip}{one.name}<br>from @start{{0,0.00}} ms</div>"))

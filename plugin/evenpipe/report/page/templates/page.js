@@ -232,7 +232,7 @@
       this.shares.visible = !apart;
       const { data } = this.actions;
       const ms = (value) => `${value.toLocaleString("en", { maximumFractionDigits: end - start < 1000 ? 2 : 0 })} ms`;
-      const [from, to] = [Math.max(start, 0), Math.min(end, this.last ??= Math.max(0, ...this.ends()))];
+      const [from, to] = [Math.max(start, 0), Math.min(end, this.last ??= data.end.reduce((last, one) => Math.max(last, one), 0))];
       let said = `Shown: ${ms(from)} to ${ms(to)} of ${ms(this.last)}.`;
       if (apart) {
         const edge = this.edges.map((one, i) => (data.took[i] * across < thin ? data.colour[i] : one));
@@ -245,8 +245,6 @@
       }
       if (this.shown.textContent !== said) this.shown.textContent = said;
     }
-
-    * ends() { for (const row of this.rows.values()) yield this.actions.data.end[row[row.length - 1]]; }
 
     // Quads: in each column and lane, colours one above the other, as high as their shares of its time.
     shared(start, step, columns) {
