@@ -313,7 +313,8 @@ class PipelineTrainer:
                 yield self._batch(self.train_dataset, order[number * self._batch_samples :][: self._batch_samples])
 
     def _batch(self, dataset: Any, numbers: Sequence[int]) -> Batch:
-        samples = list(samples_of(dataset, self.model, numbers, self.args.label_names or ["labels"]))
+        kept = (self.args.label_names or ["labels"]) if self.args.remove_unused_columns else None
+        samples = list(samples_of(dataset, self.model, numbers, kept))
         collated = split_constants(self._collate(samples))
         tensors = collated.tensors
         tokens, length = tensors.get("input_ids"), None
