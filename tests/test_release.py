@@ -61,6 +61,16 @@ def test_what_pages_import_is_public():
     assert shown <= public()
 
 
+def test_a_module_that_pages_name_for_a_name_has_it_in_the_table():
+    """As in "`half_layers(plan).apply()` (`evenpipe.megatron.planned_layout`)"."""
+    named = set()
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        found = re.findall(r"`([A-Za-z_]+)\b[^`]*`\s+\(`(evenpipe(?:\.\w+)+)`\)", page.read_text())
+        named |= {(module, name) for name, module in found if hasattr(importlib.import_module(module), name)}
+    assert len(named) > 3
+    assert named <= public()
+
+
 def _required(name: str) -> SpecifierSet:
     (found,) = re.findall(rf'"{name}([<>=].*?)"', SETUP)
     return SpecifierSet(found)

@@ -46,6 +46,7 @@ def forked_deepspeed(script):
         (deepspeed_launcher, "gpt", "bpipe", [3, 3, 2, 3]),
         pytest.param(forked_deepspeed, "bert", "kfkb", [8, 6, 4, 2], marks=pytest.mark.long),
         (forked_deepspeed, "gpt", "2bw", [3, 3, 2, 3]),
+        pytest.param(forked_deepspeed, "gpt", "auto", None, marks=pytest.mark.long),  # as what is measured has it
     ],
 )
 def test_pipeline_modules_of_deepspeed(start, script, configuration, peaks):
@@ -65,7 +66,8 @@ def test_pipeline_modules_of_deepspeed(start, script, configuration, peaks):
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     found = sorted(line for line in run.stdout.splitlines() if line.startswith("rank"))
-    assert [int(line.split(": ")[1].split()[0]) for line in found] == peaks
+    live = [int(line.split(": ")[1].split()[0]) for line in found]
+    assert live == peaks if peaks is not None else min(live) >= 1
 
 
 def test_a_pipeline_module_that_a_plan_cuts_inside_layers(tmp_path):

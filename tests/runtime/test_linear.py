@@ -333,6 +333,16 @@ def test_a_weight_that_lies_the_other_way_round_has_the_same_bits():
     assert_same(*(gradients(compute, torch.float32, halves, prepare=lay) for halves in (True, False)))
 
 
+def test_a_weight_that_something_else_uses_too_differs_by_rounding():
+    def compute(chunk: Chunk, value: Tensor) -> Tensor:
+        return functional.linear(chunk.block(value), chunk.table) @ chunk.table
+
+    ours, theirs = (gradients(compute, torch.float32, halves) for halves in (True, False))
+    torch.testing.assert_close(ours, theirs)
+    table = [name for name, _ in Chunk().named_parameters()].index("table") + len(UNITS)
+    assert_same(*([*found[:table], *found[table + 1 :]] for found in (ours, theirs)))
+
+
 def test_a_weight_of_two_chunks_has_its_gradient_in_the_first_half():
     one, other = nn.Linear(4, 4), nn.Linear(4, 4)
     other.weight = one.weight

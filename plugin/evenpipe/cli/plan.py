@@ -67,10 +67,17 @@ SEARCHED = (
 )
 
 
+def _schedules() -> str:
+    """Return which schedules may be named, and which have to be, so as to be weighed."""
+    run = [name for name in own() if "in_place" not in find(name).needs]  # no framework steps in place
+    named = [name for name in run if name not in weighed()]
+    return f"{' | '.join(run)} (only where named: {', '.join(named)})"
+
+
 def add_search_options(parser: ArgumentParser, title: str, description: str | None = None) -> _ArgumentGroup:
     """In a group of their own."""
     group = parser.add_argument_group(title, description)
-    group.add_argument("--schedule", type=_names, metavar="NAME[,NAME...]", help=" | ".join(own()))
+    group.add_argument("--schedule", type=_names, metavar="NAME[,NAME...]", help=_schedules())
     group.add_argument("--schedules", dest="schedule", type=_names, default=SUPPRESS, help=SUPPRESS)  # its older name
     group.add_argument("--no-bpipe", dest="bpipe", action="store_false", help="no run with BPipe")
     late = "also schedules whose gradients are a batch late (2bw), compared by the time to the same loss"

@@ -30,9 +30,11 @@ class LinearGradients(WeightGradients):
 
     Every call of `torch.nn.functional.linear` with one of its parameters as weight leaves its product, whatever module
     makes it, also when activation checkpointing calls it again. Bits are those of a whole backward: autograd computes
-    the gradients of input and bias, and products are its own, in its order. An autograd Function of a user's own leaves
-    one too if its backward finds these halves on its weight, by `getattr(weight, MARK, None)`, gives them
-    `add(weight, tensors, product)`, and returns None in place of the gradient.
+    the gradients of input and bias, and products are its own, in its order. If something else uses the weight too (a
+    matmul, a penalty of weights), the gradient of that use is added in the first half already, and sums round
+    differently. An autograd Function of a user's own leaves a product too if its backward finds these halves on its
+    weight, by `getattr(weight, MARK, None)`, gives them `add(weight, tensors, product)`, and returns None in place of
+    the gradient.
 
     What `torch.compile` compiles inside `calls` leaves products too, each with a copy of its tensors. Its graphs are
     others than those that it compiles outside.

@@ -273,7 +273,7 @@ class TrainOptions(BaseModel):
     stages: int = Field(4, ge=1, description="pipeline stages")
     data_parallel: int = Field(1, ge=1, description="data-parallel replicas")
     tensor_parallel: int = Field(1, ge=1, description="tensor-parallel ranks of every stage")
-    chunks: int = Field(1, ge=1, description="model chunks a stage (interleaved only)")
+    chunks: int = Field(1, ge=1, description="model chunks a stage, where the schedule has several")
 
     micro_batch_size: int = Field(1, ge=1, description="samples in a micro-batch")
     micro_batches: int = Field(8, ge=1, description="micro-batches in an iteration of each replica")

@@ -98,6 +98,31 @@ def test_masks_are_computed_by_every_stage_and_sent_by_none(small):
     assert not set(graph.prefix) & {node for nodes in graph.sent for node in nodes}
 
 
+class Alike(nn.Module):
+    """Reads only the type or shape of its input after the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.layer(x)
+        found = self.layer(scores).double().type_as(scores)
+        found = found.flatten().view_as(scores).flatten().reshape_as(scores)
+        out: Tensor = (self.layer(found) + found.sum().expand_as(scores)).sum()
+        return out
+
+
+def test_a_tensor_is_not_sent_for_its_type_or_shape():
+    model, x = Alike(), torch.randn(2, 8)
+    graph = trace(model, {"x": x})
+    first, second, *_ = (n for n, node in enumerate(graph.nodes) if str(node.target) == "aten.linear.default")
+    assert graph.nodes[first] in graph.sent[first]
+    assert all(graph.nodes[first] not in sent for sent in graph.sent[second:])
+    held = {name: one for name, one in tensors_of(model).items() if name in tensors_of(graph.module)}
+    assert torch.equal(torch.func.functional_call(graph.module, held, kwargs={"x": x}), model(x))
+
+
 def test_what_skips_stages_crosses_every_cut_between(small):
     _, graph = small("t5-large")
     sizes = {node: graph.observed[node].values[0].nbytes for node in graph.nodes if graph.observed[node].tensor}

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+from evenpipe.torch.hf.batches import samples_of
 from tests import forked
 
 pytest.importorskip("accelerate")
@@ -155,6 +157,35 @@ def test_a_rank_takes_its_stages_memory_while_that_is_loaded(tmp_path: Path) -> 
     shares = [json.loads((tmp_path / f"memory-{rank}.json").read_text()) for rank in range(2)]
     print(f"memory while loading, over the stage's: {shares}")
     assert all(0.9 < share <= 1.05 for share in shares), shares
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("lr_scheduler_type", "reduce_lr_on_plateau"), ("auto_find_batch_size", True), ("eval_on_start", True)),
+        *(("ignore_data_skip", True), ("save_only_model", True), ("push_to_hub", True), ("full_determinism", True)),
+    ],
+)
+def test_a_setting_that_would_be_passed_over_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    from transformers import TrainingArguments
+
+    from evenpipe.partition.models import ModelError
+    from evenpipe.torch.hf.unsupported import refuse_unsupported
+
+    given = {"eval_strategy": "steps", "eval_steps": 1} if name == "eval_on_start" else {}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **given)
+    refuse_unsupported(args, own_optimizer=False)
+    setattr(args, name, value)
+    with pytest.raises(ModelError, match=f"^{name}={value}: the pipeline does not do that: .+"):
+        refuse_unsupported(args, own_optimizer=False)
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_collators_get_columns_that_no_forward_takes_where_these_stay(removes: bool) -> None:
+    model = nn.Linear(2, 2)
+    kept = ["labels"] if removes else None
+    [sample] = samples_of([{"input": 1, "labels": 2, "image": 3}], model, [0], kept)
+    assert set(sample) == {"input", "labels"} | (set() if removes else {"image"})
 
 
 def test_settings_that_would_be_passed_over_are_refused(ranks: list[Any]) -> None:

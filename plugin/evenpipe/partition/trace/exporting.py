@@ -9,7 +9,7 @@ import linecache
 import logging
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +34,13 @@ _LOGGERS: Final = (
     *("torch.export", "torch.fx.experimental.symbolic_shapes", "transformers"),
     "torch._subclasses.fake_tensor",  # of an operator without the data type, for which the model has another
 )
+#: Operations that read only the type or shape of their second tensor, those that are given it, and what they are given.
+_BY_EXAMPLE: Final[Mapping[Any, tuple[Any, Callable[[Tensor], Any]]]] = {
+    torch.ops.aten.type_as.default: (torch.ops.aten.to.dtype, lambda example: example.dtype),
+    torch.ops.aten.expand_as.default: (torch.ops.aten.expand.default, lambda example: list(example.shape)),
+    torch.ops.aten.view_as.default: (torch.ops.aten.view.default, lambda example: list(example.shape)),
+    torch.ops.aten.reshape_as.default: (torch.ops.aten.reshape.default, lambda example: list(example.shape)),
+}
 
 
 class TraceError(ValueError):
@@ -84,6 +91,7 @@ def export(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[fx.GraphModule,
     copies = [weightless_copy(mode, leaf) for leaf in tree_leaves(dict(inputs))]
     bound = {node.target: copy for node, copy in zip(placeholders, copies, strict=True) if isinstance(copy, Tensor)}
     number_draws(module)  # what the loss does not need draws too when the model runs
+    _without_examples(module)
     _up_to_the_loss(module, kind, exported.call_spec.out_spec)
     _refuse_sizes_of_values(module, kind)
     for node in placeholders:
@@ -183,6 +191,15 @@ def _up_to_the_loss(module: fx.GraphModule, name: str, structure: TreeSpec) -> N
             node.replace_all_uses_with(first)
             graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=_has_effect)
+
+
+def _without_examples(module: fx.GraphModule) -> None:
+    """Name the type or shape that an operation reads of another tensor: else a stage would be sent that tensor."""
+    for target, (plain, asked) in _BY_EXAMPLE.items():
+        for node in module.graph.find_nodes(op="call_function", target=target):
+            value, example = (one.meta["val"] for one in node.args)
+            if value.device == example.device:
+                node.target, node.args = plain, (node.args[0], asked(example))
 
 
 def _key(step: Any) -> object:

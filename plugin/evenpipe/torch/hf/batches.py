@@ -27,11 +27,13 @@ class Batch(NamedTuple):
     length: int | None = None
 
 
-def samples_of(dataset: Any, model: nn.Module, order: Sequence[int], kept: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield samples in that order, with what the model's forward takes of them, and what `kept` names."""
-    takes = {*inspect.signature(model.forward).parameters, *kept}
+def samples_of(
+    dataset: Any, model: nn.Module, order: Sequence[int], kept: Sequence[str] | None
+) -> Iterator[dict[str, Any]]:
+    """Yield samples in that order, with what the model's forward takes of them, and what `kept` names; None: all."""
+    takes = {*inspect.signature(model.forward).parameters, *(kept or ())}
     for number in order:
-        yield {name: value for name, value in dataset[number].items() if name in takes}
+        yield {name: value for name, value in dataset[number].items() if kept is None or name in takes}
 
 
 def split_constants(collated: Mapping[str, Any]) -> Batch:

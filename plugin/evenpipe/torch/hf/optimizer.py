@@ -1,4 +1,4 @@
-"""The optimizer that transformers' `Trainer` would make for a stage's parameters, and its steps."""
+"""The optimizer that transformers' `Trainer` would make for a stage's parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from evenpipe.torch.hf.loading import transformers
 from evenpipe.torch.planned import PlannedPipeline
 
-__all__ = ["adamw", "step_with", "weight_groups"]
+__all__ = ["adamw", "weight_groups"]
 
 _UNDECAYED: Final = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -35,14 +35,3 @@ def adamw(args: Any, groups: Any) -> torch.optim.Optimizer:
         eps=args.adam_epsilon,
         fused=args.optim == "adamw_torch_fused",
     )
-
-
-def step_with(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:
-    """Make a step; return whether it was made, and not skipped since gradients of fp16 overflowed."""
-    if scaler is None:
-        optimizer.step()
-        return True
-    before = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    return scaler.get_scale() >= before

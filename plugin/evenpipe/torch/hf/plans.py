@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -108,8 +109,10 @@ class Plans:
         dtype = next((one.dtype for one in made.parameters()), torch.float32)
         config = copy.deepcopy(made.config)
         config.use_cache = False  # keys and values kept for generation would be outputs that no training reads
-        with weightless(), made_in(precision_name(dtype) or "fp32"), self._device:
-            twin = type(made)(config).train()
+        initial: Any = importlib.import_module("transformers.initialization")
+        with weightless(), initial.no_init_weights(), made_in(precision_name(dtype) or "fp32"), self._device:
+            twin: Any = type(made)(config).train()
+            twin.tie_weights()  # which is part of what is left out
             for mine, other in zip(made.parameters(), twin.parameters(), strict=True):
                 other.requires_grad_(mine.requires_grad)
             given = {name: torch.empty_like(one) if isinstance(one, Tensor) else one for name, one in inputs.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -33,7 +34,7 @@ from evenpipe.torch.hf.checkpoints import load_stage, resumed_from, save_checkpo
 from evenpipe.torch.hf.counting import may_count, shifts_labels
 from evenpipe.torch.hf.evaluation import Compute, Metrics
 from evenpipe.torch.hf.loading import Checkpoint, Pretrained, transformers, weightless_model
-from evenpipe.torch.hf.optimizer import adamw, step_with, weight_groups
+from evenpipe.torch.hf.optimizer import adamw, weight_groups
 from evenpipe.torch.hf.plans import COUNT, Cutting, Plans, adopt
 from evenpipe.torch.hf.saving import save_pretrained
 from evenpipe.torch.hf.unsupported import refuse_unsupported
@@ -183,9 +184,14 @@ class PipelineTrainer:
             loss, norm = self._gradients(batch, optimizer, step)
             rate = optimizer.param_groups[0]["lr"]
             callbacks.call("on_pre_optimizer_step")
-            stepped = step_with(optimizer, self._scaler)
+            if self._scaler is None:
+                optimizer.step()
+            else:
+                self._scaler.step(optimizer)
+                self._scaler.update()
             callbacks.call("on_optimizer_step")
-            if stepped:
+            # The scaler skips a step where any gradient of any stage is not finite, and then their norm is not either.
+            if self._scaler is None or math.isfinite(norm):
                 scheduler.step()
             unlogged.append(loss)
             callbacks.state.global_step, callbacks.state.epoch = step + 1, (step + 1) / per_epoch
@@ -307,7 +313,8 @@ class PipelineTrainer:
                 yield self._batch(self.train_dataset, order[number * self._batch_samples :][: self._batch_samples])
 
     def _batch(self, dataset: Any, numbers: Sequence[int]) -> Batch:
-        samples = list(samples_of(dataset, self.model, numbers, self.args.label_names or ["labels"]))
+        kept = (self.args.label_names or ["labels"]) if self.args.remove_unused_columns else None
+        samples = list(samples_of(dataset, self.model, numbers, kept))
         collated = split_constants(self._collate(samples))
         tensors = collated.tensors
         tokens, length = tensors.get("input_ids"), None

@@ -8,6 +8,11 @@ from evenpipe.partition.models import ModelError
 
 __all__ = ["refuse_unsupported"]
 
+#: Schedules of the learning rate that need no metric.
+_BY_STEPS: Final = (
+    *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"),
+    *("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
+)
 #: Settings of `TrainingArguments` that would change the run, the values with which they do not, and what to do.
 _UNSUPPORTED: Final[tuple[tuple[str, tuple[Any, ...], str], ...]] = (
     ("fp16_full_eval", (False,), "leave it out: an evaluation computes as the training does"),
@@ -24,6 +29,13 @@ _UNSUPPORTED: Final[tuple[tuple[str, tuple[Any, ...], str], ...]] = (
     ("save_strategy", ("no", "steps", "epoch"), "use steps or epoch"),
     ("restore_callback_states_from_checkpoint", (False,), "leave it out: callbacks begin anew"),
     ("load_best_model_at_end", (False,), "leave it out"),
+    ("lr_scheduler_type", _BY_STEPS, "use one that goes by steps, such as cosine"),
+    ("auto_find_batch_size", (False,), "set per_device_train_batch_size and gradient_accumulation_steps"),
+    ("eval_on_start", (False,), "call evaluate() before train()"),
+    ("ignore_data_skip", (False,), "leave it out: skipping batches takes no time here"),
+    ("save_only_model", (False,), "leave it out, or call save_model()"),
+    ("push_to_hub", (False,), "upload the folder that save_model() wrote"),
+    ("full_determinism", (False,), "call transformers.enable_full_determinism before"),
     ("torch_compile", (False,), "leave it out: stages are generated code"),
     ("use_liger_kernel", (False,), "leave it out"),
 )
