@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from evenpipe.megatron.cpu_mode.core import without_transformer_engine
 from evenpipe.megatron.train_engine.learner import initialise
+from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.train.data import Corpus, MicroBatch
 from evenpipe.train.options import TrainOptions
 
@@ -52,6 +53,7 @@ def build_stages(options: TrainOptions, corpus: Corpus) -> list[Stage]:
     for number in range(options.stages):
         module = _module(options, corpus.vocabulary, number)
         initialise(module, whole, unsplit)
+        module.to(PRECISIONS[options.precision])
         named = list(module.named_parameters())
         vectors = [parameter for name, parameter in named if parameter.dim() == 1 or name.endswith(".bias")]
         matrices = [parameter for _, parameter in named if not any(parameter is vector for vector in vectors)]
@@ -68,7 +70,7 @@ def forward_backward(
     Gradients are in the order of `Stage.parameters`, summed in fp32 in the order of the micro-batches. They are of the
     losses' mean or, `per_token`, of the sum of all tokens' losses.
     """
-    sums = [[torch.zeros_like(parameter) for parameter in stage.parameters] for stage in stages]
+    sums = [[torch.zeros_like(parameter, dtype=torch.float32) for parameter in stage.parameters] for stage in stages]
     losses, tokens = [], 0
     for stage in stages:
         stage.module.set_is_first_microbatch()  # of nothing without FP8
@@ -130,6 +132,8 @@ def _config(options: TrainOptions, layers: int) -> TransformerConfig:
         num_attention_heads=options.heads,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        bf16=options.precision == "bf16",
+        params_dtype=PRECISIONS[options.precision],
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,

@@ -68,7 +68,7 @@ def train(
     with torch.no_grad():
         for parameter, value in zip(parameters, last, strict=True):
             parameter.copy_(value)
-    return Trained(tuple(losses), tuple(norms), _digest(stages), [_arrays(stage.module) for stage in stages])
+    return Trained(tuple(losses), tuple(norms), _digest(stages, options), [_arrays(stage.module) for stage in stages])
 
 
 def _over_replicas(
@@ -113,9 +113,9 @@ def _position(parameters: Sequence[nn.Parameter], wanted: nn.Parameter) -> int:
 
 
 def _optimizer(stages: Sequence[Stage], options: TrainOptions) -> torch.optim.Optimizer:
-    """With the newest weights for its parameters: copies of the stages' weights, in their order."""
+    """With the newest weights for its parameters: copies of the stages' weights in fp32, in their order."""
     groups = [
-        {"params": [nn.Parameter(parameter.detach().clone()) for parameter in group], "weight_decay": decay}
+        {"params": [nn.Parameter(parameter.detach().clone().float()) for parameter in group], "weight_decay": decay}
         for stage in stages
         for group, decay in ((stage.decayed, options.weight_decay), (stage.plain, 0.0))
     ]
@@ -143,11 +143,14 @@ def _learning_rate(options: TrainOptions, batch: int) -> float:
     return least + 0.5 * (math.cos(math.pi * gone) + 1.0) * (options.lr - least)
 
 
-def _digest(stages: Sequence[Stage]) -> str:
-    """As a run's: each process' parameters under the names that the wrapper for data parallelism gives them."""
-    each = [digest([nn.ModuleDict({"module": stage.module})]) for stage in stages]
+def _digest(stages: Sequence[Stage], options: TrainOptions) -> str:
+    """As a run's: each process' parameters under the names that the wrappers for data parallelism and bf16 give them."""
+    each = []
+    for stage in stages:
+        wrapped: nn.Module = nn.ModuleDict({"module": stage.module})
+        each.append(digest([wrapped if options.precision == "fp32" else nn.ModuleDict({"module": wrapped})]))
     return hashlib.sha256("".join(each).encode()).hexdigest()
 
 
 def _arrays(module: nn.Module) -> dict[str, npt.NDArray[np.float32]]:
-    return {name: parameter.detach().numpy().copy() for name, parameter in module.named_parameters()}
+    return {name: parameter.detach().float().numpy().copy() for name, parameter in module.named_parameters()}

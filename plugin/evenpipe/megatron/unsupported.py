@@ -137,7 +137,6 @@ _BY_CHUNK = (
 )
 _FILES_IN_A_V: Mapping[str, str] = {"ckpt_format": _BY_CHUNK, "ckpt_convert_format": _BY_CHUNK}
 
-_ONE_VERSION = "keeps something of the weights beside them, which would be one version's only"
 _QUANTISED = "keeps weights in FP8 or FP4 alone, whose scales and transposes 2bw has no second version of"
 _ADDRESSES = "captures the addresses of one weight version"
 _JOINS = "joins all stages in every iteration, which 2bw is there to avoid"
@@ -149,8 +148,6 @@ _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "fp8_param_gather": _QUANTISED,
     "fp4_param": _QUANTISED,
     "fp4_param_gather": _QUANTISED,
-    "use_precision_aware_optimizer": _ONE_VERSION,
-    "optimizer_cpu_offload": _ONE_VERSION,
     "nccl_ub": "registers the memory of one weight version",
     "external_cuda_graph": _ADDRESSES,
     "optimizer_cuda_graph": _ADDRESSES,

@@ -214,7 +214,8 @@ class TwoBWOptimizer(Gradients):
                 torch._foreach_mul_(gradients, self.loss_scale.submitted.double().reciprocal().float().squeeze())
         parameters, most = optimizer.get_parameters(), optimizer.config.clip_grad
         if most > 0 and parameters:
-            clip_grads.clip_grad_by_total_norm_fp32(parameters, most, norm)
+            decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # from `grad`
+            clip_grads.clip_grad_by_total_norm_fp32(parameters, most, norm, decoupled)
 
     def _end_within_stage(self) -> None:
         """Wait for the replicas, and do what Megatron's `finalize_model_grads` does between ranks of one stage."""
