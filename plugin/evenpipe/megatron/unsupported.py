@@ -72,7 +72,6 @@ def _by_chunk(name: str | None, given: Any) -> bool:
 #: Settings that are refused at some of their values, which are then named: by the value and all settings.
 _REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
     {
-        "num_distributed_optimizer_instances": _several,
         "gtp_weight_remat_size": _several,
         "tensor_parallel_num_weight_shards": lambda _, given: _several(getattr(given, "gtp_weight_remat_size", 1)),
         "expert_gtp_weight_remat_size": _several,
@@ -161,7 +160,6 @@ _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "param_name_patterns_for_fp32_local_accumulation": _OUTSIDE,
     "qk_clip": "changes weights before the step, which 2bw finishes in the next iteration",
     "hybrid_context_parallel": "makes micro-batches of their own shapes",
-    "num_distributed_optimizer_instances": _SHARDED,
     "tensor_parallel_num_weight_shards": _SHARDED,
     "gtp_weight_remat_size": _SHARDED,
     "expert_tensor_parallel_num_weight_shards": _SHARDED,

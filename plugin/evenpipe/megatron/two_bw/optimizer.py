@@ -80,6 +80,8 @@ class TwoBWOptimizer(Gradients):
         for bucket in self._buckets:
             # Asynchronous whether or not Megatron was told to overlap it with the last backward.
             bucket.ddp_config = dataclasses.replace(bucket.ddp_config, overlap_grad_reduce=True)
+            if bucket.ddp_config.num_distributed_optimizer_instances > 1:
+                _say_what_is_under_way(bucket)
         self._gathers = bool(model[0].ddp_config.overlap_param_gather)
         if self._gathers:
             # Forwards wait for versions, not for what each layer finds under way.
@@ -131,7 +133,8 @@ class TwoBWOptimizer(Gradients):
     def reduce(self) -> None:
         """Between replicas, unless Megatron has started it during the last backward."""
         for bucket in self._buckets:
-            if bucket.grad_reduce_handle is None:
+            # Since 0.19, one that the next bucket has waited for is finished by now.
+            if bucket.grad_reduce_handle is None and not getattr(bucket, "grad_reduce_finished", False):
                 bucket.start_grad_sync()
         self._reduced, self._pending = False, True
 
@@ -321,6 +324,25 @@ def _check_steps(optimizer: Any) -> None:
                 f"2bw: {type(part).__name__} reduces gradients into shards of whole parameters, each as it is shaped, "
                 "and 2bw holds shards that are cut anywhere: leave --use-distributed-optimizer out"
             )
+
+
+def _say_what_is_under_way(bucket: Any) -> None:
+    """Have a group of buckets have a handle while it is reduced, as it has none with several optimizer instances.
+
+    Their reduction is on a stream of its own, which `finish_grad_sync` waits for. It would be started twice.
+    """
+    start, finish = bucket.start_grad_sync, bucket.finish_grad_sync
+
+    def started(*args: Any, **kwargs: Any) -> None:
+        if bucket.grad_reduce_handle is None:
+            start(*args, **kwargs)
+            bucket.grad_reduce_handle = bucket.communication_stream
+
+    def finished(*args: Any, **kwargs: Any) -> None:
+        finish(*args, **kwargs)
+        bucket.grad_reduce_handle = None
+
+    bucket.start_grad_sync, bucket.finish_grad_sync = started, finished
 
 
 def _is_layer_wise(optimizer: Any) -> bool:
