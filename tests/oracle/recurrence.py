@@ -82,12 +82,19 @@ class Biases:
 
 def descend(
     updates: TwoBWUpdates,
-    gradients: Callable[[int, list[Tensor]], Sequence[Tensor]],
+    gradients: Callable[[int, list[Tensor]], Sequence[Tensor] | None],
     learning_rates: Sequence[float],
 ) -> list[Tensor]:
-    """One update for each of `learning_rates`, batch t with `gradients(t, weights it runs on)`; the last weights."""
+    """One update for each of `learning_rates`, batch t with `gradients(t, weights it runs on)`; the last weights.
+
+    A batch without gradients is skipped.
+    """
     for batch, learning_rate in enumerate(learning_rates):
-        updates.update(gradients(batch, updates.seen), learning_rate)
+        found = gradients(batch, updates.seen)
+        if found is None:
+            updates.skip()
+        else:
+            updates.update(found, learning_rate)
     return updates.newest
 
 

@@ -20,13 +20,17 @@ __all__ = ["train"]
 
 
 def train(
-    options: TrainOptions, delay: int, norms_added_in: torch.dtype = torch.float64, per_token: bool = False
+    options: TrainOptions,
+    delay: int,
+    norms_added_in: torch.dtype = torch.float64,
+    per_token: bool = False,
+    largest_norm: float = math.inf,
 ) -> Trained:
     """Every batch t of `options` runs on W(max(t − delay, 0)) and makes W(t+1) of W(t).
 
     Needs Megatron's parallel state of one process. Data-parallel replicas run one after the other, and tensor-parallel
     ranks as one, which moves the last bits. `norms_added_in`: see `global_norm`. `per_token`: all tokens of a batch
-    count alike in its loss, and not all micro-batches.
+    count alike in its loss, and not all micro-batches. `largest_norm`: a step beyond it is skipped.
     """
     corpus = data.load(options)
     stages = build_stages(options, corpus)
@@ -37,7 +41,7 @@ def train(
     routers = [module for stage in stages for module in stage.module.modules() if hasattr(module, "expert_bias")]
     biases = [Biases(router, delay) for router in routers if router.expert_bias is not None]
 
-    def gradients(batch: int, weights: list[Tensor]) -> list[Tensor]:
+    def gradients(batch: int, weights: list[Tensor]) -> list[Tensor] | None:
         with torch.no_grad():
             for parameter, value in zip(parameters, weights, strict=True):
                 parameter.copy_(value)
@@ -56,6 +60,8 @@ def train(
                 gradient.mul_(1.0 / tokens)
         counted = [_counted(stage, own) for stage, own in zip(stages, found, strict=True)]
         norms.append(global_norm(counted, norms_added_in))
+        if norms[-1] > largest_norm:
+            return None
         together = [gradient for own in found for gradient in own]
         if options.clip_grad > 0:
             clip(together, norms[-1], options.clip_grad)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -79,7 +78,6 @@ _REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
             lambda _, given: _several(getattr(given, "expert_gtp_weight_remat_size", 1))
         ),
         "cuda_graph_impl": lambda captured, _: captured not in (None, "none"),
-        "grad_norm_skip_threshold": lambda threshold, _: math.isfinite(threshold or math.inf),
         "ckpt_format": _by_chunk,
         "ckpt_convert_format": _by_chunk,
         "vision_pretraining_type": lambda kind, given: kind == "dino" and given.vision_pretraining,
@@ -164,7 +162,7 @@ _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "gtp_weight_remat_size": _SHARDED,
     "expert_tensor_parallel_num_weight_shards": _SHARDED,
     "expert_gtp_weight_remat_size": _SHARDED,
-    "grad_norm_skip_threshold": "skips steps in a way that 2bw does not know",
+    "mtp_detach_heads": "clips multi-token prediction by a norm of its own, and 2bw clips all by one",
 }
 
 _JOINS_AT_LOGS = "joins all stages at each log"

@@ -67,7 +67,10 @@ class TwoBWOptimizer(Gradients):
         scalers = [scaler for part in self._parts if (scaler := getattr(part, "grad_scaler", None)) is not None]
         self._tied = _tied_embedding(self._model)
         self._per_token = bool(self._config.calculate_per_token_loss)
-        self.decides = optimizer.config.clip_grad > 0 or bool(scalers) or self._per_token
+        self._largest_norm: float = getattr(optimizer.config, "grad_norm_skip_threshold", math.inf)  # since 0.19
+        self.decides = (
+            optimizer.config.clip_grad > 0 or bool(scalers) or self._per_token or math.isfinite(self._largest_norm)
+        )
         self.waits = self.decides or self._tied is not None
         self.loss_scale = _loss_scale(scalers) if scalers else None
         self.exchange = JointExchange(list(self._counted_in), 4, torch.device(torch.cuda.current_device()))
@@ -172,8 +175,9 @@ class TwoBWOptimizer(Gradients):
         squares, overflows, zeros = map(sum, columns[:3])
         if self._per_token:
             self._divisor = max(columns[3]) or 1.0  # as Megatron, which leaves the gradients of no tokens as they are
-        skipped = self.loss_scale is not None and overflows > 0
-        norm = None if skipped else math.sqrt(squares) / self._divisor
+        overflow = self.loss_scale is not None and overflows > 0
+        norm = None if overflow else math.sqrt(squares) / self._divisor
+        skipped = norm is None or norm > self._largest_norm
         return Outcome(not skipped, norm, zeros if self._count_zeros else None)
 
     def step(self, outcome: Outcome) -> None:
