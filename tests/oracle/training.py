@@ -50,7 +50,7 @@ def train(
         for router in routers:
             if router.global_tokens_per_expert is not None:
                 router.reset_global_aux_loss_tracker()
-        loss, found, tokens = _over_replicas(stages, options, corpus, batch, per_token)
+        loss, found, tokens = _over_replicas(stages, options, corpus, batch, per_token, updates.before)
         losses.append(loss)
         for bias in biases:
             bias.end_batch()
@@ -78,15 +78,23 @@ def train(
 
 
 def _over_replicas(
-    stages: Sequence[Stage], options: TrainOptions, corpus: data.Corpus, batch: int, per_token: bool
+    stages: Sequence[Stage],
+    options: TrainOptions,
+    corpus: data.Corpus,
+    batch: int,
+    per_token: bool,
+    before: Sequence[Tensor],
 ) -> tuple[float, list[list[Tensor]], Tensor]:
     """Loss and gradients (per stage) of a batch, each the mean over data-parallel replicas, and the number of tokens.
 
     `per_token`: gradients are sums.
     """
     count = options.data_parallel
+    of_stages = iter(before)
+    older = [[next(of_stages) for _ in stage.parameters] for stage in stages] if options.in_place else None
     found = [
-        forward_backward(stages, options, corpus.micro_batches(batch, replica), per_token) for replica in range(count)
+        forward_backward(stages, options, corpus.micro_batches(batch, replica), per_token, older)
+        for replica in range(count)
     ]
     losses, gradients, tokens = zip(*found, strict=True)
     share = 1 if per_token else count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -17,6 +18,7 @@ __all__ = [
     "refuse_unsupported",
     "refused_arguments",
     "refused_in_a_v",
+    "refused_in_place",
     "refused_settings",
     "refused_with_search",
     "refused_with_tuning",
@@ -77,6 +79,8 @@ _REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
         "expert_tensor_parallel_num_weight_shards": (
             lambda _, given: _several(getattr(given, "expert_gtp_weight_remat_size", 1))
         ),
+        "grad_norm_skip_threshold": lambda threshold, _: math.isfinite(threshold or math.inf),
+        "untie_embeddings_and_output_weights": lambda given, _: given is False,
         "cuda_graph_impl": lambda captured, _: captured not in (None, "none"),
         "ckpt_format": _by_chunk,
         "ckpt_convert_format": _by_chunk,
@@ -163,6 +167,16 @@ _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "expert_tensor_parallel_num_weight_shards": _SHARDED,
     "expert_gtp_weight_remat_size": _SHARDED,
     "mtp_detach_heads": "clips multi-token prediction by a norm of its own, and 2bw clips all by one",
+}
+
+_WAITS = "decides a step by all stages' gradients, and under paci a stage steps before the stages ahead end the batch"
+_IN_PLACE: Mapping[str, str] = {
+    **dict.fromkeys(("clip_grad", "fp16", "calculate_per_token_loss", "grad_norm_skip_threshold"), _WAITS),
+    **dict.fromkeys(("fp8", "fp4"), "keeps quantised copies of weights, which paci changes amid their micro-batches"),
+    **dict.fromkeys(("num_experts", "num_moe_experts"), "has not been shown to train by paci's rule"),
+}
+_NEEDED_IN_PLACE: Mapping[str, str] = {
+    "untie_embeddings_and_output_weights": "is needed, as the step of a tied weight waits for another stage's gradient",
 }
 
 _JOINS_AT_LOGS = "joins all stages at each log"
@@ -294,6 +308,11 @@ def refused_with_two_versions(
     return _given(settings, _WITH_TWO_VERSIONS, remedy)
 
 
+def refused_in_place(settings: Any) -> Iterator[Refusal]:
+    """Yield a refusal for each of the `settings`, as above, that does not go together with steps in place (paci)."""
+    return _given(settings, _IN_PLACE, "turn it off, or use 2bw")
+
+
 def refused_in_a_v(args: Namespace) -> Iterator[Refusal]:
     """Yield a refusal for each of Megatron's arguments that does not go together with chunks in a V."""
     yield from _given(args, _FILES_IN_A_V, "use torch_dist")
@@ -315,11 +334,17 @@ def unlike_a_v(args: Namespace) -> Iterator[str]:
         )
 
 
-def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:
-    """Yield a refusal for each of Megatron's arguments that does not go together with 2BW, or with BPipe on it."""
+def refused_arguments(args: Namespace, bpipe: bool, in_place: bool = False) -> Iterator[Refusal]:
+    """Yield a refusal for each of Megatron's arguments that does not go together with 2BW, or with BPipe on it.
+
+    in_place: of paci, which keeps one weight version.
+    """
     remedy = "leave it out, or use --evenpipe-schedule 1f1b"
     if bpipe:
         yield from _given(args, _ARGUMENTS_WITH_BPIPE_TOO, "leave it, or --bpipe, out")
+    if in_place:
+        yield from refused_in_place(args)
+        yield from _given(args, _NEEDED_IN_PLACE, "add it, or use 2bw")
     yield from refused_with_two_versions(args, remedy)
     yield from _given(args, _ARGUMENTS_WITH_TWO_VERSIONS, remedy)
 

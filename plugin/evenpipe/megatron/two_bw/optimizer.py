@@ -18,7 +18,7 @@ from torch import Tensor
 from evenpipe.megatron.two_bw.figures import local_figures
 from evenpipe.megatron.two_bw.quantised import Quantised
 from evenpipe.megatron.two_bw.routers import Routers
-from evenpipe.megatron.unsupported import refused_with_two_versions
+from evenpipe.megatron.unsupported import refused_in_place, refused_with_two_versions
 from evenpipe.runtime.exchange import JointExchange
 from evenpipe.runtime.heartbeat import hearing
 from evenpipe.runtime.weight_versions import Alias, WeightVersions
@@ -43,13 +43,17 @@ class TwoBWOptimizer(Gradients):
 
     `model` is a list of one `DistributedDataParallel` chunk, `optimizer` what `get_megatron_optimizer` returned. Raises
     ValueError for a setting that does not go together with 2BW, in one line that names it.
+
+    in_place: for a schedule that keeps one version (paci); `optimizer.step()` then has nothing left to do.
     """
 
-    def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
+    def __init__(self, model: Sequence[Any], optimizer: Any, in_place: bool = False) -> None:
         self._config = get_model_config(model[0])
         for settings in (self._config, model[0].ddp_config, optimizer.config):
             for refusal in refused_with_two_versions(settings):
                 raise ValueError(f"2bw: {refusal}")
+            for refusal in refused_in_place(settings) if in_place else ():
+                raise ValueError(f"paci: {refusal}")
         _check_steps(optimizer)
         self._model = list(model)
         self._optimizer = optimizer
@@ -72,11 +76,13 @@ class TwoBWOptimizer(Gradients):
             optimizer.config.clip_grad > 0 or bool(scalers) or self._per_token or math.isfinite(self._largest_norm)
         )
         self.waits = self.decides or self._tied is not None
+        if in_place and self.waits:
+            raise ValueError("paci: the step of a tied embedding waits for another stage's gradient: untie it, or use 2bw")
         self.loss_scale = _loss_scale(scalers) if scalers else None
         self.exchange = JointExchange(list(self._counted_in), 4, torch.device(torch.cuda.current_device()))
         self.routers = Routers(self._model)
         self.quantised = Quantised(self._model)
-        self.versions = _weight_versions(self._model, self._parts, self.routers.biases)
+        self.versions = _weight_versions(self._model, self._parts, self.routers.biases, in_place)
         self._buckets = [
             group for chunk in model for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
         ]
@@ -362,7 +368,9 @@ def _loss_scale(scalers: Sequence[Any]) -> LossScale:
     return LossScale(lambda: scalers[0].scale.clone(), learn)
 
 
-def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any], biases: Sequence[Tensor]) -> WeightVersions:
+def _weight_versions(
+    model: Sequence[Any], optimizers: Sequence[Any], biases: Sequence[Tensor], in_place: bool
+) -> WeightVersions:
     """Two versions of trainable parameters, all that Megatron's buffers and optimizers see of them, and `biases`."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters() if parameter.requires_grad]
     shards = [
@@ -374,7 +382,7 @@ def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any], biases: Se
     ]
     stepped = [tensor for optimizer in optimizers for tensor in optimizer.get_parameters()]
     aliases = [Alias(owner, "param_data") for buffer in _buffers(model) for owner in (buffer, *buffer.buckets)]
-    return WeightVersions(parameters, [*shards, *stepped], aliases, biases)
+    return WeightVersions(parameters, [*shards, *stepped], aliases, biases, in_place)
 
 
 def _done_by_two_bw(*_: Any, **__: Any) -> None:

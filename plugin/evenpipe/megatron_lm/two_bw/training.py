@@ -134,7 +134,7 @@ class TwoBWLoop:
                 "--pipeline-model-parallel-layout, or --evenpipe-schedule 1f1b"
             )
         try:
-            takes_over = TwoBWOptimizer(model, optimizer)
+            takes_over = TwoBWOptimizer(model, optimizer, self._schedule.in_place)
         except UpstreamError as error:
             end_job(str(error))
         if self.args.num_experts is not None:
