@@ -176,7 +176,7 @@ _IN_PLACE: Mapping[str, str] = {
     **dict.fromkeys(("num_experts", "num_moe_experts"), "has not been shown to train by paci's rule"),
 }
 _NEEDED_IN_PLACE: Mapping[str, str] = {
-    "untie_embeddings_and_output_weights": "is needed, as the step of a tied weight waits for another stage's gradient",
+    "untie_embeddings_and_output_weights": "ties a weight over stages, whose step waits for another stage's gradient",
 }
 
 _JOINS_AT_LOGS = "joins all stages at each log"
