@@ -160,9 +160,8 @@ def test_every_refused_setting_is_one_of_megatrons() -> None:
         ("dsa_indexer_loss_coeff", 0.01),
         ("fp8_param", True),
         ("overlap_param_gather_with_optimizer_step", True),
-        ("num_distributed_optimizer_instances", 2),
+        ("mtp_detach_heads", True),
         ("cuda_graph_impl", "transformer_engine"),
-        ("use_precision_aware_optimizer", True),
     ],
 )
 def test_2bw_refuses_what_knows_one_weight_version_only(setting: str, value: Any) -> None:
@@ -172,8 +171,11 @@ def test_2bw_refuses_what_knows_one_weight_version_only(setting: str, value: Any
     assert refusal.remedy
 
 
-def test_2bw_accepts_plain_settings_and_quantised_products() -> None:
+def test_2bw_accepts_plain_settings_quantised_products_and_any_optimizers_state() -> None:
     assert not [*refused_with_two_versions(config(fp8="hybrid", fp4="e2m1"))]
+    states = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
+    states |= {"num_distributed_optimizer_instances": 2, "grad_norm_skip_threshold": 5.0}
+    assert not [*refused_with_two_versions(SimpleNamespace(**states))]
     plain = (
         TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2),
         PLAIN.ddp_config,

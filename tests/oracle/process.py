@@ -1,5 +1,6 @@
 """Runs the oracle in a process of its own: Megatron is patched there for the CPU, and keeps global state."""
 
+import math
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -31,6 +32,7 @@ class Case(NamedTuple):
     delay: int
     norms_added_in: torch.dtype = torch.float64
     per_token: bool = False
+    largest_norm: float = math.inf
 
 
 def train_cases(

@@ -25,7 +25,7 @@ class TwoBWUpdates:
         self._newest = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # W(max(t−d, 0)), …, W(t) for the batch t to come: the first d + 1 batches all run on W(0).
         self._versions = [self._copy() for _ in range(delay + 1)]
-        self._weights = self._copy()
+        self._weights = self._before = self._copy()
 
     @property
     def seen(self) -> list[Tensor]:
@@ -36,6 +36,11 @@ class TwoBWUpdates:
     def newest(self) -> list[Tensor]:
         """W(t), before batch t, the next one, has changed anything."""
         return self._weights
+
+    @property
+    def before(self) -> list[Tensor]:
+        """W(max(t−1, 0))."""
+        return self._before
 
     @property
     def foremost(self) -> list[Tensor]:
@@ -50,6 +55,7 @@ class TwoBWUpdates:
             parameter.grad = gradient
         self._optimizer.step()
         before, self._weights = self._weights, self._copy()
+        self._before = before
         ahead = [torch.add(new, new - old, alpha=self._ahead) for new, old in zip(self._weights, before, strict=True)]
         self._versions = [*self._versions[1:], ahead if self._ahead else self._weights]
 
@@ -82,12 +88,19 @@ class Biases:
 
 def descend(
     updates: TwoBWUpdates,
-    gradients: Callable[[int, list[Tensor]], Sequence[Tensor]],
+    gradients: Callable[[int, list[Tensor]], Sequence[Tensor] | None],
     learning_rates: Sequence[float],
 ) -> list[Tensor]:
-    """One update for each of `learning_rates`, batch t with `gradients(t, weights it runs on)`; the last weights."""
+    """One update for each of `learning_rates`, batch t with `gradients(t, weights it runs on)`; the last weights.
+
+    A batch without gradients is skipped.
+    """
     for batch, learning_rate in enumerate(learning_rates):
-        updates.update(gradients(batch, updates.seen), learning_rate)
+        found = gradients(batch, updates.seen)
+        if found is None:
+            updates.skip()
+        else:
+            updates.update(found, learning_rate)
     return updates.newest
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from evenpipe.megatron.cpu_mode.core import without_transformer_engine
 from evenpipe.megatron.train_engine.learner import initialise
+from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.train.data import Corpus, MicroBatch
 from evenpipe.train.options import TrainOptions
 
@@ -36,6 +37,11 @@ class Stage:
         """In the order of the groups."""
         return [*self.decayed, *self.plain]
 
+    def fill(self, weights: Sequence[Tensor]) -> None:
+        """Write weights in place as an optimizer does, unseen by the check of autograd: what is saved of them changes."""
+        for parameter, weight in zip(self.parameters, weights, strict=True):
+            parameter.data.copy_(weight)
+
     @property
     def embedding(self) -> nn.Parameter:
         """The matrix that the first and the last stage hold a copy of each, if the embeddings are tied."""
@@ -52,6 +58,7 @@ def build_stages(options: TrainOptions, corpus: Corpus) -> list[Stage]:
     for number in range(options.stages):
         module = _module(options, corpus.vocabulary, number)
         initialise(module, whole, unsplit)
+        module.to(PRECISIONS[options.precision])
         named = list(module.named_parameters())
         vectors = [parameter for name, parameter in named if parameter.dim() == 1 or name.endswith(".bias")]
         matrices = [parameter for _, parameter in named if not any(parameter is vector for vector in vectors)]
@@ -61,19 +68,28 @@ def build_stages(options: TrainOptions, corpus: Corpus) -> list[Stage]:
 
 
 def forward_backward(
-    stages: Sequence[Stage], options: TrainOptions, batches: Iterable[MicroBatch], per_token: bool = False
+    stages: Sequence[Stage],
+    options: TrainOptions,
+    batches: Iterable[MicroBatch],
+    per_token: bool = False,
+    before: Sequence[Sequence[Tensor]] | None = None,
 ) -> tuple[float, list[list[Tensor]], int]:
     """One batch of one replica: the mean of its micro-batches' losses, per stage the sums of gradients; its tokens.
 
     Gradients are in the order of `Stage.parameters`, summed in fp32 in the order of the micro-batches. They are of the
     losses' mean or, `per_token`, of the sum of all tokens' losses.
+
+    before: of PACI, each stage's older weights, on which it forwards its first p − 1 − s micro-batches.
     """
-    sums = [[torch.zeros_like(parameter) for parameter in stage.parameters] for stage in stages]
+    sums = [[torch.zeros_like(parameter, dtype=torch.float32) for parameter in stage.parameters] for stage in stages]
     losses, tokens = [], 0
     for stage in stages:
         stage.module.set_is_first_microbatch()  # of nothing without FP8
-    for batch in batches:
-        loss, count = _one(stages, options, batch, per_token)
+    present = [[parameter.detach().clone() for parameter in stage.parameters] for stage in stages]
+    for number, batch in enumerate(batches):
+        for place, stage in enumerate(stages) if before is not None else ():
+            stage.fill(before[place] if number < len(stages) - 1 - place else present[place])
+        loss, count = _one(stages, options, batch, per_token, None if before is None else present)
         losses.append(loss / count)
         tokens += count
         for stage, own in zip(stages, sums, strict=True):
@@ -84,7 +100,13 @@ def forward_backward(
     return sum(losses) / len(losses), sums, tokens
 
 
-def _one(stages: Sequence[Stage], options: TrainOptions, batch: MicroBatch, per_token: bool) -> tuple[float, int]:
+def _one(
+    stages: Sequence[Stage],
+    options: TrainOptions,
+    batch: MicroBatch,
+    per_token: bool,
+    backwarded_on: Sequence[Sequence[Tensor]] | None,
+) -> tuple[float, int]:
     """Forward and backward of one micro-batch, stage by stage; the sum of its counted tokens' losses, and these."""
     tokens, labels, counted = map(torch.from_numpy, batch)
     received: list[Tensor] = []
@@ -94,6 +116,8 @@ def _one(stages: Sequence[Stage], options: TrainOptions, batch: MicroBatch, per_
             received.append(outputs[-1].detach().clone().requires_grad_())
             stage.module.set_input_tensor(received[-1])
         outputs.append(_output(stage.module, options, tokens, labels))
+    for stage, weights in zip(stages, backwarded_on or (), strict=False):
+        stage.fill(weights)
     total = torch.sum(outputs.pop().float() * counted)
     count = counted.sum().to(torch.int)
     if per_token:
@@ -130,6 +154,8 @@ def _config(options: TrainOptions, layers: int) -> TransformerConfig:
         num_attention_heads=options.heads,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        bf16=options.precision == "bf16",
+        params_dtype=PRECISIONS[options.precision],
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,

@@ -20,13 +20,17 @@ __all__ = ["train"]
 
 
 def train(
-    options: TrainOptions, delay: int, norms_added_in: torch.dtype = torch.float64, per_token: bool = False
+    options: TrainOptions,
+    delay: int,
+    norms_added_in: torch.dtype = torch.float64,
+    per_token: bool = False,
+    largest_norm: float = math.inf,
 ) -> Trained:
     """Every batch t of `options` runs on W(max(t − delay, 0)) and makes W(t+1) of W(t).
 
     Needs Megatron's parallel state of one process. Data-parallel replicas run one after the other, and tensor-parallel
     ranks as one, which moves the last bits. `norms_added_in`: see `global_norm`. `per_token`: all tokens of a batch
-    count alike in its loss, and not all micro-batches.
+    count alike in its loss, and not all micro-batches. `largest_norm`: a step beyond it is skipped.
     """
     corpus = data.load(options)
     stages = build_stages(options, corpus)
@@ -37,7 +41,7 @@ def train(
     routers = [module for stage in stages for module in stage.module.modules() if hasattr(module, "expert_bias")]
     biases = [Biases(router, delay) for router in routers if router.expert_bias is not None]
 
-    def gradients(batch: int, weights: list[Tensor]) -> list[Tensor]:
+    def gradients(batch: int, weights: list[Tensor]) -> list[Tensor] | None:
         with torch.no_grad():
             for parameter, value in zip(parameters, weights, strict=True):
                 parameter.copy_(value)
@@ -46,7 +50,7 @@ def train(
         for router in routers:
             if router.global_tokens_per_expert is not None:
                 router.reset_global_aux_loss_tracker()
-        loss, found, tokens = _over_replicas(stages, options, corpus, batch, per_token)
+        loss, found, tokens = _over_replicas(stages, options, corpus, batch, per_token, updates.before)
         losses.append(loss)
         for bias in biases:
             bias.end_batch()
@@ -56,6 +60,8 @@ def train(
                 gradient.mul_(1.0 / tokens)
         counted = [_counted(stage, own) for stage, own in zip(stages, found, strict=True)]
         norms.append(global_norm(counted, norms_added_in))
+        if norms[-1] > largest_norm:
+            return None
         together = [gradient for own in found for gradient in own]
         if options.clip_grad > 0:
             clip(together, norms[-1], options.clip_grad)
@@ -68,19 +74,27 @@ def train(
     with torch.no_grad():
         for parameter, value in zip(parameters, last, strict=True):
             parameter.copy_(value)
-    return Trained(tuple(losses), tuple(norms), _digest(stages), [_arrays(stage.module) for stage in stages])
+    return Trained(tuple(losses), tuple(norms), _digest(stages, options), [_arrays(stage.module) for stage in stages])
 
 
 def _over_replicas(
-    stages: Sequence[Stage], options: TrainOptions, corpus: data.Corpus, batch: int, per_token: bool
+    stages: Sequence[Stage],
+    options: TrainOptions,
+    corpus: data.Corpus,
+    batch: int,
+    per_token: bool,
+    before: Sequence[Tensor],
 ) -> tuple[float, list[list[Tensor]], Tensor]:
     """Loss and gradients (per stage) of a batch, each the mean over data-parallel replicas, and the number of tokens.
 
     `per_token`: gradients are sums.
     """
     count = options.data_parallel
+    of_stages = iter(before)
+    older = [[next(of_stages) for _ in stage.parameters] for stage in stages] if options.in_place else None
     found = [
-        forward_backward(stages, options, corpus.micro_batches(batch, replica), per_token) for replica in range(count)
+        forward_backward(stages, options, corpus.micro_batches(batch, replica), per_token, older)
+        for replica in range(count)
     ]
     losses, gradients, tokens = zip(*found, strict=True)
     share = 1 if per_token else count
@@ -113,9 +127,9 @@ def _position(parameters: Sequence[nn.Parameter], wanted: nn.Parameter) -> int:
 
 
 def _optimizer(stages: Sequence[Stage], options: TrainOptions) -> torch.optim.Optimizer:
-    """With the newest weights for its parameters: copies of the stages' weights, in their order."""
+    """With the newest weights for its parameters: copies of the stages' weights in fp32, in their order."""
     groups = [
-        {"params": [nn.Parameter(parameter.detach().clone()) for parameter in group], "weight_decay": decay}
+        {"params": [nn.Parameter(parameter.detach().clone().float()) for parameter in group], "weight_decay": decay}
         for stage in stages
         for group, decay in ((stage.decayed, options.weight_decay), (stage.plain, 0.0))
     ]
@@ -143,11 +157,14 @@ def _learning_rate(options: TrainOptions, batch: int) -> float:
     return least + 0.5 * (math.cos(math.pi * gone) + 1.0) * (options.lr - least)
 
 
-def _digest(stages: Sequence[Stage]) -> str:
-    """As a run's: each process' parameters under the names that the wrapper for data parallelism gives them."""
-    each = [digest([nn.ModuleDict({"module": stage.module})]) for stage in stages]
+def _digest(stages: Sequence[Stage], options: TrainOptions) -> str:
+    """As a run's: each process' parameters under the names that the wrappers for data parallelism and bf16 give them."""
+    each = []
+    for stage in stages:
+        wrapped: nn.Module = nn.ModuleDict({"module": stage.module})
+        each.append(digest([wrapped if options.precision == "fp32" else nn.ModuleDict({"module": wrapped})]))
     return hashlib.sha256("".join(each).encode()).hexdigest()
 
 
 def _arrays(module: nn.Module) -> dict[str, npt.NDArray[np.float32]]:
-    return {name: parameter.detach().numpy().copy() for name, parameter in module.named_parameters()}
+    return {name: parameter.detach().float().numpy().copy() for name, parameter in module.named_parameters()}

@@ -245,3 +245,13 @@ def test_nothing_is_known_of_paci_s_iterations(capsys: pytest.CaptureFixture[str
         assert Run(1, stages=4, schedule=schedule).iterations == iterations
         main(["estimate", *WHERE, "--schedule", schedule])
         assert ("to the same loss is unknown" in capsys.readouterr().out) == (schedule == "paci")
+
+
+def test_no_plan_has_paci(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its speed alone would put it first."""
+    with pytest.raises(SystemExit):
+        main(["plan", *WHERE, "--global-batch-size", "32", "--delayed", "--schedules", "paci"])
+    said = capsys.readouterr().err
+    assert "--schedule paci: how many iterations it needs to a loss is not known: choose of 1f1b" in said
+    assert "2bw" in said
+    assert said.count("paci") == 1

@@ -18,6 +18,7 @@ __all__ = [
     "refuse_unsupported",
     "refused_arguments",
     "refused_in_a_v",
+    "refused_in_place",
     "refused_settings",
     "refused_with_search",
     "refused_with_tuning",
@@ -72,15 +73,15 @@ def _by_chunk(name: str | None, given: Any) -> bool:
 #: Settings that are refused at some of their values, which are then named: by the value and all settings.
 _REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
     {
-        "num_distributed_optimizer_instances": _several,
         "gtp_weight_remat_size": _several,
         "tensor_parallel_num_weight_shards": lambda _, given: _several(getattr(given, "gtp_weight_remat_size", 1)),
         "expert_gtp_weight_remat_size": _several,
         "expert_tensor_parallel_num_weight_shards": (
             lambda _, given: _several(getattr(given, "expert_gtp_weight_remat_size", 1))
         ),
-        "cuda_graph_impl": lambda captured, _: captured not in (None, "none"),
         "grad_norm_skip_threshold": lambda threshold, _: math.isfinite(threshold or math.inf),
+        "untie_embeddings_and_output_weights": lambda given, _: given is False,
+        "cuda_graph_impl": lambda captured, _: captured not in (None, "none"),
         "ckpt_format": _by_chunk,
         "ckpt_convert_format": _by_chunk,
         "vision_pretraining_type": lambda kind, given: kind == "dino" and given.vision_pretraining,
@@ -137,7 +138,6 @@ _BY_CHUNK = (
 )
 _FILES_IN_A_V: Mapping[str, str] = {"ckpt_format": _BY_CHUNK, "ckpt_convert_format": _BY_CHUNK}
 
-_ONE_VERSION = "keeps something of the weights beside them, which would be one version's only"
 _QUANTISED = "keeps weights in FP8 or FP4 alone, whose scales and transposes 2bw has no second version of"
 _ADDRESSES = "captures the addresses of one weight version"
 _JOINS = "joins all stages in every iteration, which 2bw is there to avoid"
@@ -149,8 +149,6 @@ _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "fp8_param_gather": _QUANTISED,
     "fp4_param": _QUANTISED,
     "fp4_param_gather": _QUANTISED,
-    "use_precision_aware_optimizer": _ONE_VERSION,
-    "optimizer_cpu_offload": _ONE_VERSION,
     "nccl_ub": "registers the memory of one weight version",
     "external_cuda_graph": _ADDRESSES,
     "optimizer_cuda_graph": _ADDRESSES,
@@ -164,12 +162,21 @@ _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "param_name_patterns_for_fp32_local_accumulation": _OUTSIDE,
     "qk_clip": "changes weights before the step, which 2bw finishes in the next iteration",
     "hybrid_context_parallel": "makes micro-batches of their own shapes",
-    "num_distributed_optimizer_instances": _SHARDED,
     "tensor_parallel_num_weight_shards": _SHARDED,
     "gtp_weight_remat_size": _SHARDED,
     "expert_tensor_parallel_num_weight_shards": _SHARDED,
     "expert_gtp_weight_remat_size": _SHARDED,
-    "grad_norm_skip_threshold": "skips steps in a way that 2bw does not know",
+    "mtp_detach_heads": "clips multi-token prediction by a norm of its own, and 2bw clips all by one",
+}
+
+_WAITS = "decides a step by all stages' gradients, and under paci a stage steps before the stages ahead end the batch"
+_IN_PLACE: Mapping[str, str] = {
+    **dict.fromkeys(("clip_grad", "fp16", "calculate_per_token_loss", "grad_norm_skip_threshold"), _WAITS),
+    **dict.fromkeys(("fp8", "fp4"), "keeps quantised copies of weights, which paci changes amid their micro-batches"),
+    **dict.fromkeys(("num_experts", "num_moe_experts"), "has not been shown to train by paci's rule"),
+}
+_NEEDED_IN_PLACE: Mapping[str, str] = {
+    "untie_embeddings_and_output_weights": "ties a weight over stages, whose step waits for another stage's gradient",
 }
 
 _JOINS_AT_LOGS = "joins all stages at each log"
@@ -301,6 +308,11 @@ def refused_with_two_versions(
     return _given(settings, _WITH_TWO_VERSIONS, remedy)
 
 
+def refused_in_place(settings: Any) -> Iterator[Refusal]:
+    """Yield a refusal for each of the `settings`, as above, that does not go together with steps in place (paci)."""
+    return _given(settings, _IN_PLACE, "turn it off, or use 2bw")
+
+
 def refused_in_a_v(args: Namespace) -> Iterator[Refusal]:
     """Yield a refusal for each of Megatron's arguments that does not go together with chunks in a V."""
     yield from _given(args, _FILES_IN_A_V, "use torch_dist")
@@ -322,11 +334,17 @@ def unlike_a_v(args: Namespace) -> Iterator[str]:
         )
 
 
-def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:
-    """Yield a refusal for each of Megatron's arguments that does not go together with 2BW, or with BPipe on it."""
+def refused_arguments(args: Namespace, bpipe: bool, in_place: bool = False) -> Iterator[Refusal]:
+    """Yield a refusal for each of Megatron's arguments that does not go together with 2BW, or with BPipe on it.
+
+    in_place: of paci, which keeps one weight version.
+    """
     remedy = "leave it out, or use --evenpipe-schedule 1f1b"
     if bpipe:
         yield from _given(args, _ARGUMENTS_WITH_BPIPE_TOO, "leave it, or --bpipe, out")
+    if in_place:
+        yield from refused_in_place(args)
+        yield from _given(args, _NEEDED_IN_PLACE, "add it, or use 2bw")
     yield from refused_with_two_versions(args, remedy)
     yield from _given(args, _ARGUMENTS_WITH_TWO_VERSIONS, remedy)
 

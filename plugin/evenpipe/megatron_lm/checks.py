@@ -66,7 +66,7 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
             raise ArgumentError(f"{asked} with --overlap-moe-expert-parallel-comm: {said}") from None
         for line in _with_megatrons(config, args):
             raise ArgumentError(line)
-        with_two_versions = refused_arguments(args, config.bpipe) if config.streams else ()
+        with_two_versions = refused_arguments(args, config.bpipe, not config.delayed) if config.streams else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
         with_search = refused_with_search(args) if "times" in config.spec.needs else ()
         settings = refused_settings(args, config.bpipe, "split" in spec.needs, config.swap is not None)
@@ -153,7 +153,7 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
             size, samples = "--rampup-batch-size", int(args.rampup_batch_size[0])
         if samples // together < stages:
             yield (
-                f"{flag('schedule')} 2bw: {size} {samples} makes {samples // together} micro-batches, fewer than "
+                f"{flag('schedule')} {config.schedule}: {size} {samples} makes {samples // together} micro-batches, fewer than "
                 f"--pipeline-model-parallel-size {stages}: make it at least {stages * together}, or use 1f1b"
             )
     if stages < 2:

@@ -192,7 +192,7 @@ class Run:
     def iterations(self) -> float:
         """Return how many iterations reach the loss that a run without late gradients reaches in one.
 
-        Nothing is known of paci's, where each stage steps by itself: they count as 1, and no engine plans it.
+        Nothing is known of paci's, where each stage steps by itself: they count as 1, and no plan has it.
         """
         return ITERATIONS_WITH_LATE_GRADIENTS if self.delayed and "in_place" not in self.spec.needs else 1.0
 

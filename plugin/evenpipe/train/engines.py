@@ -40,7 +40,7 @@ ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
             "megatron",
             _MEGATRON,
             "megatron-core",
-            frozenset(["chunks", "groups", "split", "stream", "vee"]),
+            frozenset(["chunks", "groups", "in_place", "split", "stream", "vee"]),
             _MEGATRON_CORE,
         ),
         "megatron": EnginePackage("megatron", _MEGATRON, "--engine megatron", frozenset(["chunks"]), _MEGATRON_CORE),

@@ -160,6 +160,23 @@ def _steps_alone(options: TrainOptions) -> None:
             f"--clip-grad {options.clip_grad:g}: the norm is of all stages' gradients, and under --schedule "
             f"{options.schedule} a stage steps before the stages ahead of it have ended the batch: leave it out"
         )
+    if not options.in_place or options.engine != "evenpipe":
+        return
+    if not options.untie_embeddings:
+        raise ValueError(
+            f"--schedule {options.schedule}: the step of a tied embedding would wait for another stage's gradient: "
+            "add --untie-embeddings"
+        )
+    if options.precision == "fp16":
+        raise ValueError(
+            f"--precision fp16: under --schedule {options.schedule} a stage steps before it knows of an overflow on "
+            "the stages ahead of it: use bf16"
+        )
+    if options.experts:
+        raise ValueError(
+            f"--experts {options.experts}: have not been shown to train by the rule of --schedule {options.schedule}: "
+            "leave them out, or use 2bw"
+        )
 
 
 def _settings_go_together(options: TrainOptions) -> None:

@@ -20,11 +20,16 @@ __all__ = ["Gradients", "LossScale", "Outcome", "ParameterGradients", "TiedSums"
 
 
 class Outcome(NamedTuple):
-    """The outcome of a step. `grad_norm` is None where it was skipped, or where nothing needed the norm."""
+    """The outcome of a step. `grad_norm` is None where it is no number, or where nothing needed the norm."""
 
     updated: bool
     grad_norm: float | None
     num_zeros: float | None
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the step was skipped since a gradient is no number, and not since a limit forbade it."""
+        return not self.updated and self.grad_norm is None
 
 
 class LossScale:

@@ -212,7 +212,7 @@ class TwoBW:
             if self.correction is not None:
                 self.gradients.settle()
         if scale is not None:
-            scale.step_ended(self.batch - 1, not outcome.updated)
+            scale.step_ended(self.batch - 1, outcome.overflow)
 
     def start_with_figures(self, owner: object, exchange: Callable[[], None]) -> None:
         """Start the `owner`'s `exchange` between all stages where the submitted step is gathered, or now if it was.

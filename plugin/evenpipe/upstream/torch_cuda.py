@@ -208,6 +208,9 @@ class _Stream:
     def wait_stream(self, stream: object) -> None:
         """Nothing to wait for."""
 
+    def wait(self, stream: object = None) -> None:
+        """Nothing to wait for."""
+
     def synchronize(self) -> None:
         """Nothing to wait for."""
 

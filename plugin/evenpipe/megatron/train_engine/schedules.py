@@ -67,7 +67,8 @@ class _EvenPipeSchedule(Observer):
         if options.streams:
             self.schedule = self._stream = StreamSchedule(options.bpipe, observer=self, measure=True, schedule=spec)
             self.extra = self._stream.attach(
-                TwoBWOptimizer(learner.replica.chunks, learner.optimizer), delay_correction=options.delay_correction
+                TwoBWOptimizer(learner.replica.chunks, learner.optimizer, options.in_place),
+                delay_correction=options.delay_correction,
             )
         elif options.group_size == "auto":
             self.schedule = self.adaptive = AdaptiveSchedule(

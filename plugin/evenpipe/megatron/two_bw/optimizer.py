@@ -18,7 +18,7 @@ from torch import Tensor
 from evenpipe.megatron.two_bw.figures import local_figures
 from evenpipe.megatron.two_bw.quantised import Quantised
 from evenpipe.megatron.two_bw.routers import Routers
-from evenpipe.megatron.unsupported import refused_with_two_versions
+from evenpipe.megatron.unsupported import refused_in_place, refused_with_two_versions
 from evenpipe.runtime.exchange import JointExchange
 from evenpipe.runtime.heartbeat import hearing
 from evenpipe.runtime.weight_versions import Alias, WeightVersions
@@ -43,13 +43,17 @@ class TwoBWOptimizer(Gradients):
 
     `model` is a list of one `DistributedDataParallel` chunk, `optimizer` what `get_megatron_optimizer` returned. Raises
     ValueError for a setting that does not go together with 2BW, in one line that names it.
+
+    in_place: for a schedule that keeps one version (paci); `optimizer.step()` then has nothing left to do.
     """
 
-    def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
+    def __init__(self, model: Sequence[Any], optimizer: Any, in_place: bool = False) -> None:
         self._config = get_model_config(model[0])
         for settings in (self._config, model[0].ddp_config, optimizer.config):
             for refusal in refused_with_two_versions(settings):
                 raise ValueError(f"2bw: {refusal}")
+            for refusal in refused_in_place(settings) if in_place else ():
+                raise ValueError(f"paci: {refusal}")
         _check_steps(optimizer)
         self._model = list(model)
         self._optimizer = optimizer
@@ -67,19 +71,26 @@ class TwoBWOptimizer(Gradients):
         scalers = [scaler for part in self._parts if (scaler := getattr(part, "grad_scaler", None)) is not None]
         self._tied = _tied_embedding(self._model)
         self._per_token = bool(self._config.calculate_per_token_loss)
-        self.decides = optimizer.config.clip_grad > 0 or bool(scalers) or self._per_token
+        self._largest_norm: float = getattr(optimizer.config, "grad_norm_skip_threshold", math.inf)  # since 0.19
+        self.decides = (
+            optimizer.config.clip_grad > 0 or bool(scalers) or self._per_token or math.isfinite(self._largest_norm)
+        )
         self.waits = self.decides or self._tied is not None
+        if in_place and self.waits:
+            raise ValueError("paci: the step of a tied embedding waits for another stage's gradient: untie it, or use 2bw")
         self.loss_scale = _loss_scale(scalers) if scalers else None
         self.exchange = JointExchange(list(self._counted_in), 4, torch.device(torch.cuda.current_device()))
         self.routers = Routers(self._model)
         self.quantised = Quantised(self._model)
-        self.versions = _weight_versions(self._model, self._parts, self.routers.biases)
+        self.versions = _weight_versions(self._model, self._parts, self.routers.biases, in_place)
         self._buckets = [
             group for chunk in model for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
         ]
         for bucket in self._buckets:
             # Asynchronous whether or not Megatron was told to overlap it with the last backward.
             bucket.ddp_config = dataclasses.replace(bucket.ddp_config, overlap_grad_reduce=True)
+            if bucket.ddp_config.num_distributed_optimizer_instances > 1:
+                _say_what_is_under_way(bucket)
         self._gathers = bool(model[0].ddp_config.overlap_param_gather)
         if self._gathers:
             # Forwards wait for versions, not for what each layer finds under way.
@@ -131,7 +142,8 @@ class TwoBWOptimizer(Gradients):
     def reduce(self) -> None:
         """Between replicas, unless Megatron has started it during the last backward."""
         for bucket in self._buckets:
-            if bucket.grad_reduce_handle is None:
+            # Since 0.19, one that the next bucket has waited for is finished by now.
+            if bucket.grad_reduce_handle is None and not getattr(bucket, "grad_reduce_finished", False):
                 bucket.start_grad_sync()
         self._reduced, self._pending = False, True
 
@@ -169,8 +181,9 @@ class TwoBWOptimizer(Gradients):
         squares, overflows, zeros = map(sum, columns[:3])
         if self._per_token:
             self._divisor = max(columns[3]) or 1.0  # as Megatron, which leaves the gradients of no tokens as they are
-        skipped = self.loss_scale is not None and overflows > 0
-        norm = None if skipped else math.sqrt(squares) / self._divisor
+        overflow = self.loss_scale is not None and overflows > 0
+        norm = None if overflow else math.sqrt(squares) / self._divisor
+        skipped = norm is None or norm > self._largest_norm
         return Outcome(not skipped, norm, zeros if self._count_zeros else None)
 
     def step(self, outcome: Outcome) -> None:
@@ -214,7 +227,8 @@ class TwoBWOptimizer(Gradients):
                 torch._foreach_mul_(gradients, self.loss_scale.submitted.double().reciprocal().float().squeeze())
         parameters, most = optimizer.get_parameters(), optimizer.config.clip_grad
         if most > 0 and parameters:
-            clip_grads.clip_grad_by_total_norm_fp32(parameters, most, norm)
+            decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # from `grad`
+            clip_grads.clip_grad_by_total_norm_fp32(parameters, most, norm, decoupled)
 
     def _end_within_stage(self) -> None:
         """Wait for the replicas, and do what Megatron's `finalize_model_grads` does between ranks of one stage."""
@@ -322,6 +336,25 @@ def _check_steps(optimizer: Any) -> None:
             )
 
 
+def _say_what_is_under_way(bucket: Any) -> None:
+    """Have a group of buckets have a handle while it is reduced, as it has none with several optimizer instances.
+
+    Their reduction is on a stream of its own, which `finish_grad_sync` waits for. It would be started twice.
+    """
+    start, finish = bucket.start_grad_sync, bucket.finish_grad_sync
+
+    def started(*args: Any, **kwargs: Any) -> None:
+        if bucket.grad_reduce_handle is None:
+            start(*args, **kwargs)
+            bucket.grad_reduce_handle = bucket.communication_stream
+
+    def finished(*args: Any, **kwargs: Any) -> None:
+        finish(*args, **kwargs)
+        bucket.grad_reduce_handle = None
+
+    bucket.start_grad_sync, bucket.finish_grad_sync = started, finished
+
+
 def _is_layer_wise(optimizer: Any) -> bool:
     """Return whether replicas step some of the parameters each, and then give them to each other."""
     return hasattr(optimizer, "allgather_params")
@@ -335,7 +368,9 @@ def _loss_scale(scalers: Sequence[Any]) -> LossScale:
     return LossScale(lambda: scalers[0].scale.clone(), learn)
 
 
-def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any], biases: Sequence[Tensor]) -> WeightVersions:
+def _weight_versions(
+    model: Sequence[Any], optimizers: Sequence[Any], biases: Sequence[Tensor], in_place: bool
+) -> WeightVersions:
     """Two versions of trainable parameters, all that Megatron's buffers and optimizers see of them, and `biases`."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters() if parameter.requires_grad]
     shards = [
@@ -347,7 +382,7 @@ def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any], biases: Se
     ]
     stepped = [tensor for optimizer in optimizers for tensor in optimizer.get_parameters()]
     aliases = [Alias(owner, "param_data") for buffer in _buffers(model) for owner in (buffer, *buffer.buckets)]
-    return WeightVersions(parameters, [*shards, *stepped], aliases, biases)
+    return WeightVersions(parameters, [*shards, *stepped], aliases, biases, in_place)
 
 
 def _done_by_two_bw(*_: Any, **__: Any) -> None:

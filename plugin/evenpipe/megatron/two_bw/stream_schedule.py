@@ -31,7 +31,7 @@ class StreamSchedule(PipelineSchedule):
     ahead of the calls, by up to p − 1 micro-batches on the first stage.
     """
 
-    offers = frozenset(["stream"])
+    offers = frozenset(["in_place", "stream"])
 
     def __init__(
         self,
@@ -45,6 +45,11 @@ class StreamSchedule(PipelineSchedule):
         verify(TWO_BW)
         self._attached: tuple[TwoBWOptimizer, TwoBW] | None = None
 
+    @property
+    def in_place(self) -> bool:
+        """Return whether stages step in place, as under paci."""
+        return "in_place" in self.programs.spec.needs
+
     def attach(
         self,
         optimizer: TwoBWOptimizer,
@@ -55,6 +60,8 @@ class StreamSchedule(PipelineSchedule):
 
         Returns what has all of 2BW that lasts between two calls: drain it before anything reads the weights.
         """
+        if optimizer.versions.in_place != self.in_place:
+            raise ValueError(f"{self.programs.spec.name}: make the TwoBWOptimizer with in_place={self.in_place}")
         states: list[BatchState] = [optimizer.routers, optimizer.quantised, *([] if losses is None else [losses])]
         two_bw = TwoBW(optimizer, self.programs.spec, self.bpipe, states=states, correction=delay_correction)
         optimizer.take_over(two_bw.submit)

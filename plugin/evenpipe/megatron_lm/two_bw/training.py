@@ -105,7 +105,7 @@ class TwoBWLoop:
         if args.rerun_mode != "disabled":
             if args.rank == 0:
                 say(
-                    f"2bw: --rerun-mode {args.rerun_mode} is disabled, as a stream of batches cannot be run again; "
+                    f"{schedule.programs.spec.name}: --rerun-mode {args.rerun_mode} is disabled, as a stream of batches cannot be run again; "
                     "a loss that is no number still ends the run"
                 )
             args.rerun_mode = "disabled"
@@ -134,7 +134,7 @@ class TwoBWLoop:
                 "--pipeline-model-parallel-layout, or --evenpipe-schedule 1f1b"
             )
         try:
-            takes_over = TwoBWOptimizer(model, optimizer)
+            takes_over = TwoBWOptimizer(model, optimizer, self._schedule.in_place)
         except UpstreamError as error:
             end_job(str(error))
         if self.args.num_experts is not None:

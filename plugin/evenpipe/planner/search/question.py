@@ -94,6 +94,8 @@ class Question:
             return f"{self.engine.called} does not run it ({lacking})"
         if self.asked.overlap_experts and stages != 1 and not (spec.fused or spec.fused_form):
             return "has no order in which experts' messages are hidden"
+        if "in_place" in spec.needs:
+            return "how many iterations it needs to a loss is not known"
         if "stream" in spec.needs and not self.delayed:
             return "gradients are a batch late, which --delayed allows"
         return ""
@@ -134,7 +136,7 @@ class Question:
             base.check_precision(kind.device)
         reasons = [self.refused(find(name)) for name in self.schedules]
         if all(reasons):
-            able = ", ".join(offered(self.engine.offers))
+            able = ", ".join(name for name in offered(self.engine.offers) if not self.refused(find(name)))
             raise EstimateError(f"schedule={','.join(self.schedules)}: {reasons[0]}: choose of {able}")
 
     @cached_property
