@@ -23,7 +23,12 @@ class EmulatedHostLink(HostLink):
     def __init__(self, accelerator: Accelerator, ms_a_byte: float) -> None:
         super().__init__(torch.device("cpu"))
         self._accelerator = accelerator
+        self._ms_a_byte = ms_a_byte
         self._to_host, self._to_device = (_Direction(accelerator, ms_a_byte) for _ in range(2))
+
+    def ms_a_byte(self) -> float:
+        """Return what was given."""
+        return self._ms_a_byte
 
     def out(self, memory: Tensor) -> Passage:
         """Copies when the link would have."""

@@ -70,7 +70,13 @@ class SwapLoop:
         """
         if not self._stages:
             return plain.swapping(LEVELS[-1])
-        return plain.swapping(LevelsOfStages(tuple(way.level for way in self._ways(plain, size))))
+        return plain.swapping(LevelsOfStages(tuple(way.level for way in self.ways(plain, size))))
+
+    def ways(self, plain: Programs, size: Size) -> tuple[Way, ...]:
+        """Return the way of each stage in batches of this size, after the first batch. Raises as `programs` does."""
+        if size not in self._found:
+            self._found[size] = self._decided(plain, size)
+        return self._found[size]
 
     def layers(self, plain: Programs, size: Size) -> int:
         """Return how many layers of each chunk, from the first on, this stage recomputes in the next batch.
@@ -79,7 +85,7 @@ class SwapLoop:
         """
         if not self._stages:
             return 0
-        wanted = self._ways(plain, size)[self._own].layers
+        wanted = self.ways(plain, size)[self._own].layers
         if wanted != self._layers:
             self._expect(wanted)
         return wanted
@@ -89,7 +95,7 @@ class SwapLoop:
         if not self._stages:
             self._stages = self._gathered(executor, size, room())
             self._expect(0)
-            self._ways(plain, size)
+            self.ways(plain, size)
         elif self.limit.is_exceeded and not self._said_exceeded:
             self._said_exceeded = True
             executor.observer.remark(
@@ -127,11 +133,6 @@ class SwapLoop:
         table = [row if stage == self._own else [0.0] * len(row) for stage in range(size.stages)]
         self._room = room
         return [_stage(room.limit_bytes, size.chunks, *numbers) for numbers in highest_of_all(table, device)]
-
-    def _ways(self, plain: Programs, size: Size) -> tuple[Way, ...]:
-        if size not in self._found:
-            self._found[size] = self._decided(plain, size)
-        return self._found[size]
 
     def _decided(self, plain: Programs, size: Size) -> tuple[Way, ...]:
         """Return the way of each stage that rank 0 decides for, and say what it is."""
