@@ -33,11 +33,11 @@ class EmulatedHostLink(HostLink):
     def out(self, memory: Tensor) -> Passage:
         """Copies when the link would have."""
         block = self.memory.lend(memory.numel())
-        return self._passage(block, block, *self._to_host.copy(memory, block.memory))
+        return self._passage(block, block, *self._to_host.copy(memory, block.memory[: memory.numel()]))
 
     def back(self, host: Block, memory: Tensor) -> Passage:
         """Copies when the link would have; the block is not lent again before that."""
-        return self._passage(memory, host, *self._to_device.copy(host.memory, memory))
+        return self._passage(memory, host, *self._to_device.copy(host.memory[: memory.numel()], memory))
 
     def close(self) -> None:
         """End both threads."""
