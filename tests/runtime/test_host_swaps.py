@@ -58,7 +58,7 @@ def test_a_stage_that_swaps_nothing_watches_its_limit() -> None:
     limit.limit_bytes = 450.0
     limit.begin(build("1f1b", Size(4, 8)).schedule.actions[0])
     for at in range(4):
-        limit.leaving(Unit(at), 110, 110)
+        limit.leaving(Unit(at), 110, 0)
     assert not limit.is_exceeded
-    limit.leaving(Unit(4), 120, 120)  # of which the stage holds four
+    limit.leaving(Unit(4), 120, 0)  # of which the stage holds four
     assert limit.is_exceeded

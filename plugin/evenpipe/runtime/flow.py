@@ -161,7 +161,7 @@ class Flow:
         if self.swaps is not None:
             self.swaps.seal(unit)
         elif self.limit is not None:
-            self.limit.leaving(unit, nbytes := store.nbytes(unit), nbytes)
+            self.limit.leaving(unit, store.nbytes(unit), free_to_move=0)
         elif self.evicts:
             store.seal(unit, like=unit.chunk)
         return outputs
