@@ -1,13 +1,14 @@
-"""Measure swaps under caps of memory on emulated stages, beside the simulated time of the same plan and of other ways.
+"""Measure plans under caps of memory on emulated stages, beside the simulated time of the same plan and of other ways.
 
-The stages' compute and the copies sleep; plans, storages, memory and waits are the runtime's. Each cap is a part of
-what 1F1B's first stage holds. Other ways to save memory are simulated: BPipe, a fixed half to the host, and full
-recomputation, each where it fits under the cap.
+The stages' compute and the copies sleep; plans, storages, memory, recomputation and waits are the runtime's. Each cap
+is a part of what 1F1B's first stage holds. Other ways to save memory are simulated: BPipe, a fixed half to the host,
+and full recomputation, each where it fits under the cap.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -22,20 +23,27 @@ from torch import Tensor
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.host_swaps import HostSwaps
+from evenpipe.runtime.recomputed_layers import recomputing_layers
 from evenpipe.runtime.stage import Edges, ModuleStage
-from evenpipe.schedule import GAINING, LevelsOfStages, Link, Program, Programs, Size, build, links, loop
+from evenpipe.schedule import GAINING, LEVELS, LevelsOfStages, Program, Programs, Size, build, links, loop
 from evenpipe.schedule.swap_room import Saved, SwapRoom
-from evenpipe.simulate import Costs, Wire, simulate
+from evenpipe.simulate import simulate
+from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of
 from evenpipe.tuner.searching import UNDER_WAY, Room
 from evenpipe.tuner.swapping import SwapLoop
 
 # Long enough for every process to have left the broadcast of the start.
 _START_DELAY_MS = 50.0
 _BOUNDARY_BYTES = 4096
+#: Batches of a plan: the one that measures, and the first that goes by it, which loads what recomputation needs.
+_UNTIMED = 2
 
 
 class Setting(NamedTuple):
-    """`copy_ms`: of all that a micro-batch saves, one way; it saves `storages` of equal size, `nbytes` in all."""
+    """`copy_ms`: of all that a micro-batch saves, one way; it saves `storages` of equal size, `nbytes` in all.
+
+    Each of a stage's `layers` saves and takes the same.
+    """
 
     stages: int
     micro_batches: int
@@ -44,6 +52,7 @@ class Setting(NamedTuple):
     forward_ms: float
     backward_ms: float
     copy_ms: float
+    layers: int
     storages: int
     nbytes: int
 
@@ -63,17 +72,17 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, number: Tensor, accelerator: Accelerator, setting: Setting) -> Tensor:
-        ctx.accelerator, ctx.number = accelerator, number[0].item()
-        elements = setting.nbytes // setting.storages // 4
-        ctx.save_for_backward(*(torch.full((elements,), ctx.number) for _ in range(setting.storages)))
-        accelerator.compute(accelerator.forward_ms)
+        ctx.accelerator, ctx.number, ctx.layers = accelerator, number[0].item(), setting.layers
+        elements, count = setting.nbytes // setting.storages // 4, setting.storages // setting.layers
+        ctx.save_for_backward(*(torch.full((elements,), ctx.number) for _ in range(count)))
+        accelerator.compute(accelerator.forward_ms / setting.layers)
         return number.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if any(not saved[0] == saved[-1] == ctx.number for saved in ctx.saved_tensors):
             raise RuntimeError(f"micro-batch {ctx.number:.0f} got another's activations back")
-        ctx.accelerator.compute(ctx.accelerator.backward_ms)
+        ctx.accelerator.compute(ctx.accelerator.backward_ms / ctx.layers)
         return gradient, None, None
 
 
@@ -87,18 +96,19 @@ class _Module(torch.nn.Module):
 
 
 def measure(rank: int, setting: Setting, tick: Tick) -> list[dict[str, Any]]:
-    """In each process, for every cap: milliseconds of every batch, and each stage's level, share and peak."""
+    """In each process, for every cap: milliseconds of every batch, and each stage's way and peak."""
     cpu, elements = torch.device("cpu"), _BOUNDARY_BYTES // 4
     accelerator = Accelerator(setting.forward_ms, setting.backward_ms)
     connections = connect(range(setting.stages), links(loop(setting.stages)), backend="gloo", device=cpu)
     wires = over_wires(connections, accelerator, 0.0)
     host = EmulatedHostLink(accelerator, setting.copy_ms / setting.nbytes)
     plain, found = Programs("1f1b"), []
+    layers = [_Module(accelerator, setting) for _ in range(setting.layers)]
 
     def batch_ms(executor: Executor, program: Program) -> float:
         """From the common start until the last stage is done."""
         stage = ModuleStage(
-            [_Module(accelerator, setting)],
+            [torch.nn.Sequential(*layers)],
             Edges.alike(torch.empty(elements)),
             first=lambda micro_batch: torch.full((elements,), float(micro_batch), requires_grad=True),
             loss=lambda _, output: output.sum(),
@@ -119,91 +129,95 @@ def measure(rank: int, setting: Setting, tick: Tick) -> list[dict[str, Any]]:
         executor.swaps = HostSwaps(executor.store, cpu, decides.limit, host)
         room = partial(Room, int(cap * setting.whole_bytes) + UNDER_WAY * _BOUNDARY_BYTES, 0)
         times, peak = [], 0
-        for number in range(1 + setting.repeats):
-            programs = decides.programs(plain, setting.size)
-            took = batch_ms(executor, programs(setting.size))
+        for number in range(_UNTIMED + setting.repeats):
+            program = decides.programs(plain, setting.size)(setting.size)
+            decides.begin(executor, [layers])
+            with recomputing_layers(layers[: decides.layers(plain, setting.size)]):
+                took = batch_ms(executor, program)
             decides.end(executor, setting.size, room, plain)
-            if number:
+            if number >= _UNTIMED:
                 times.append(took)
                 peak = max(peak, executor.counter.peak_bytes)
-        mine: tuple[float, int] = (decides.limit.share, peak)
-        every: list[Any] = [None] * setting.stages
-        dist.all_gather_object(every, mine)
-        assert isinstance(programs.swaps, LevelsOfStages)
-        shares, peaks = ([one[at] for one in every] for at in (0, 1))
-        levels = list(programs.swaps.levels)
-        found.append({"cap": cap, "levels": levels, "shares": shares, "peak_bytes": peaks, "batches_ms": times})
+        peaks: list[int] = [0] * setting.stages
+        dist.all_gather_object(peaks, peak)
+        ways = [way._asdict() for way in decides.ways(plain, setting.size)]
+        found.append({"cap": cap, "ways": ways, "peak_bytes": peaks, "batches_ms": times})
     host.close()
     wires.close()
     return found
 
 
-def costs(setting: Setting, shares: list[float] | None = None, again: bool = False) -> Costs:
-    """Return what the simulator is told: copies of a share of each micro-batch by stage; forwards computed `again`."""
-    stages = range(setting.stages)
-    # Storages leave as a whole.
-    leaving = [-(-share * setting.storages // 1) / setting.storages for share in shares or [0.0] * setting.stages]
-    copies = {
-        Link(kind, stage, stage): Wire(transmit_ms=leaving[stage] * setting.copy_ms)
-        for stage in stages
-        for kind in ("swap out", "swap in")
-    }
-    whole = Wire(transmit_ms=setting.copy_ms)
-    backward_ms = setting.backward_ms + again * setting.forward_ms
-    forwards, backwards = ((ms,) * setting.stages for ms in (setting.forward_ms, backward_ms))
-    return Costs(forwards, backwards, {"evict": whole, "load": whole}, copies, awaited_swaps=True)
+def stages_of(setting: Setting) -> list[CappedStage]:
+    """Return what stages save and take, without limits. A partner is as fast as the host."""
+    freed = setting.nbytes / setting.layers - _BOUNDARY_BYTES
+    layers = [Layer(freed, setting.forward_ms / setting.layers)] * setting.layers
+    saved, ms_a_byte = {0: Saved(setting.nbytes)}, setting.copy_ms / setting.nbytes
+    times = [setting.forward_ms], [setting.backward_ms]
+    return [CappedStage(0.0, saved, [layers], *times, ms_a_byte, ms_a_byte)] * setting.stages
 
 
 def other_ways(setting: Setting) -> dict[str, tuple[float, float]]:
     """Return, by name, the peak of the worst stage, of 1F1B's, and the simulated milliseconds."""
+    stages = stages_of(setting)
     plain, bpipe = (build("1f1b", setting.size, bpipe) for bpipe in (False, True))
     half = build("1f1b", setting.size, swaps=GAINING)
-    saved = {0: Saved(setting.nbytes)}
-    half_bytes = max(SwapRoom(row).peak_bytes(saved, 0.5) for row in half.schedule.actions)
-    recomputed = (setting.nbytes + (setting.stages - 1) * _BOUNDARY_BYTES) / setting.whole_bytes
+    half_bytes = max(SwapRoom(row).peak_bytes(stages[0].saved, 0.5) for row in half.schedule.actions)
+    again = stages[0].recomputing(setting.layers)
+    again_bytes = SwapRoom(plain.schedule.actions[0]).peak_bytes(again.saved, 0.0) - again.limit_bytes
+
+    def batch_ms(program: Program, way: Way) -> float:
+        return simulate(program, costs_of(stages, (way,) * setting.stages)).makespan_ms
+
+    nothing = Way("none", 0.0, 0)
     return {
-        "BPipe": (max(bpipe.schedule.peak_live) / setting.stages, simulate(bpipe, costs(setting)).makespan_ms),
-        "half to the host": (
-            half_bytes / setting.whole_bytes,
-            simulate(half, costs(setting, [0.5] * setting.stages)).makespan_ms,
-        ),
-        "recomputation": (recomputed, simulate(plain, costs(setting, again=True)).makespan_ms),
+        "BPipe": (max(bpipe.schedule.peak_live) / setting.stages, batch_ms(bpipe, nothing)),
+        "half to the host": (half_bytes / setting.whole_bytes, batch_ms(half, Way(GAINING, 0.5, 0))),
+        "recomputation": (again_bytes / setting.whole_bytes, batch_ms(plain, Way("none", 0.0, setting.layers))),
     }
 
 
 def results_of(setting: Setting, measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the document's entries: of each cap the plan, predicted and measured, and what else fits."""
-    ways = other_ways(setting)
-    none_ms = simulate(build("1f1b", setting.size), costs(setting)).makespan_ms
+    single, stages = other_ways(setting), stages_of(setting)
+    none_ms = simulate(build("1f1b", setting.size), costs_of(stages, (Way("none", 0.0, 0),) * setting.stages))
     results = []
     for entry in measured:
-        program = build("1f1b", setting.size, swaps=LevelsOfStages(tuple(entry["levels"])))
-        predicted_ms = simulate(program, costs(setting, entry["shares"])).makespan_ms
+        ways = tuple(Way(**way) for way in entry["ways"])
+        program = build("1f1b", setting.size, swaps=LevelsOfStages(tuple(way.level for way in ways)))
+        predicted_ms = simulate(program, costs_of(stages, ways)).makespan_ms
         took = median(entry["batches_ms"])
-        others = {name: ms for name, (peak, ms) in ways.items() if peak <= 1.02 * entry["cap"]}
-        held = max(entry["peak_bytes"]) / setting.whole_bytes
-        times = {"none_ms": none_ms, "predicted_ms": predicted_ms, "measured_ms": took}
-        results.append({**entry, "peak": held, **times, "off": took / predicted_ms - 1, "others_ms": others})
+        others = {name: ms for name, (peak, ms) in single.items() if peak <= 1.02 * entry["cap"]}
+        times = {"none_ms": none_ms.makespan_ms, "predicted_ms": predicted_ms, "measured_ms": took}
+        held = {"copy_ms": setting.copy_ms, "peak": max(entry["peak_bytes"]) / setting.whole_bytes}
+        results.append({**entry, **held, **times, "off": took / predicted_ms - 1, "others_ms": others})
     return results
+
+
+def plan_of(ways: list[dict[str, Any]]) -> str:
+    """Return what a plan's stages do, for people: those in a row that do the same, once."""
+    each = []
+    for way in ways:
+        swaps = f"{way['share']:.0%}{'*' * (way['level'] == LEVELS[-1])}" if way["share"] else ""
+        each.append(" ".join(filter(None, (swaps, f"{way['layers']}r" if way["layers"] else ""))) or "-")
+    return ", ".join(f"{count} × {what}" if (count := len([*same])) > 1 else what for what, same in groupby(each))
 
 
 def table(results: list[dict[str, Any]]) -> Table:
     """The same for people."""
     names = ("BPipe", "half to the host", "recomputation")
-    shown = Table("cap", "peak", "swapped, by stage", "predicted ms", "measured ms", "off", "× none", *names)
+    shown = Table("copy ms", "cap", "peak", "plan, by stage", "predicted ms", "measured ms", "off", "× none", *names)
     for entry in results:
-        plan = " ".join(
-            f"{share:.0%}{'*' * (level == 'late')}" if level != "none" else "-"
-            for share, level in zip(entry["shares"], entry["levels"], strict=True)
-        )
         times = [f"{entry[of]:,.0f}" for of in ("predicted_ms", "measured_ms")]
         ratio = entry["predicted_ms"] / entry["none_ms"]
         others = [f"{entry['others_ms'][name]:,.0f}" if name in entry["others_ms"] else "" for name in names]
         shown.add_row(
-            *(f"{entry['cap']:g}", f"{entry['peak']:.3f}", plan, *times, f"{entry['off']:+.1%}", f"{ratio:.3f}"),
-            *others,
+            *(f"{entry['copy_ms']:g}", f"{entry['cap']:g}", f"{entry['peak']:.3f}", plan_of(entry["ways"]), *times),
+            *(f"{entry['off']:+.1%}", f"{ratio:.3f}", *others),
         )
-    shown.caption = "*: the stage waits for each copy. Other ways: simulated ms, where they fit under the cap"
+    shown.caption = (
+        "%: of each micro-batch swaps, *: and the stage waits for each copy; r: layers recomputed. Other ways: "
+        "simulated ms, where they fit under the cap"
+    )
     return shown
 
 
@@ -212,10 +226,12 @@ def main() -> None:
     add = benchmark.parser.add_argument
     add("--stages", type=positive, default=4, help="(default 4)")
     add("--micro-batches", type=positive, default=16, help="of a batch (default 16)")
+    add("--layers", type=positive, choices=(1, 2, 4, 8, 16, 32), default=8, help="of a stage (default 8)")
     add("--caps", type=float, nargs="+", default=[0.75, 0.6, 0.45], help="of 1F1B's peak (default 0.75 0.6 0.45)")
     add("--forward-ms", type=float, default=40.0, help="(default 40)")
     add("--backward-ms", type=float, help="(default twice a forward)")
-    add("--copy-ms", type=float, help="of all that a micro-batch saves, one way (default half a forward)")
+    copies = "of all that a micro-batch saves, one way (default half a forward, one, and two)"
+    add("--copy-ms", type=float, nargs="+", help=copies)
     arguments = benchmark.parser.parse_args()
     forward_ms = arguments.forward_ms
     setting = Setting(
@@ -225,14 +241,18 @@ def main() -> None:
         tuple(arguments.caps),
         forward_ms,
         arguments.backward_ms or 2 * forward_ms,
-        forward_ms / 2 if arguments.copy_ms is None else arguments.copy_ms,
+        copy_ms=0.0,
+        layers=arguments.layers,
         storages=32,
         nbytes=2**20,
     )
-    with progress_bar("caps", len(setting.caps) * (1 + setting.repeats)) as tick:
-        measured = run_in_processes(setting.stages, measure, setting, tick=tick)
-    results = results_of(setting, measured)
-    benchmark.report(setting._asdict(), results, table(results))
+    copies_ms = arguments.copy_ms or [forward_ms / 2, forward_ms, 2 * forward_ms]
+    settings = [setting._replace(copy_ms=copy_ms) for copy_ms in copies_ms]
+    results: list[dict[str, Any]] = []
+    with progress_bar("caps", len(settings) * len(setting.caps) * (_UNTIMED + setting.repeats)) as tick:
+        for one in settings:
+            results += results_of(one, run_in_processes(setting.stages, measure, one, tick=tick))
+    benchmark.report({**setting._asdict(), "copy_ms": copies_ms}, results, table(results))
 
 
 if __name__ == "__main__":

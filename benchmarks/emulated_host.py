@@ -23,16 +23,21 @@ class EmulatedHostLink(HostLink):
     def __init__(self, accelerator: Accelerator, ms_a_byte: float) -> None:
         super().__init__(torch.device("cpu"))
         self._accelerator = accelerator
+        self._ms_a_byte = ms_a_byte
         self._to_host, self._to_device = (_Direction(accelerator, ms_a_byte) for _ in range(2))
+
+    def ms_a_byte(self) -> float:
+        """Return what was given."""
+        return self._ms_a_byte
 
     def out(self, memory: Tensor) -> Passage:
         """Copies when the link would have."""
         block = self.memory.lend(memory.numel())
-        return self._passage(block, block, *self._to_host.copy(memory, block.memory))
+        return self._passage(block, block, *self._to_host.copy(memory, block.memory[: memory.numel()]))
 
     def back(self, host: Block, memory: Tensor) -> Passage:
         """Copies when the link would have; the block is not lent again before that."""
-        return self._passage(memory, host, *self._to_device.copy(host.memory, memory))
+        return self._passage(memory, host, *self._to_device.copy(host.memory[: memory.numel()], memory))
 
     def close(self) -> None:
         """End both threads."""

@@ -83,6 +83,7 @@ JOBS: Final = (
     Job("front", 25, script("front"), "front.png"),
     Job("evictions", 8, script("evictions")),
     Job("swaps", 1, script("evictions", "--stages", "4")),
+    Job("capped", 2, script("capped"), timed=True),
     Job("max_batch", 30, script("max_batch", "--optimized", "none", "S+R")),
     Job("imbalance", 4, script("imbalance")),
     Job("partition_speed", 15, script("partition_speed", "--simulated", "--points", "5")),

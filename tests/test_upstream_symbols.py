@@ -84,6 +84,7 @@ MARKS: Final = frozenset(
         "_opt_called",  # torch's, by which its learning-rate schedulers know that an optimizer steps
         *("_timeout", "max_ctas", "global_ranks_in_group", "group_name"),  # options of a group of ours
         "truth",  # of an engine of ours
+        "forward",  # torch's, of a user's layer for one batch: `Module.__call__` looks it up on the instance
         "generation_config",  # of a model that we have made, as transformers' `from_pretrained` sets it
         *("main_grad", "grad_added_to_main_grad"),  # of a parameter, as Megatron's layers set them in a backward
     )

@@ -69,3 +69,28 @@ def test_stages_stay_under_their_cap_and_train_to_the_stock_bits(section: dict[s
         assert rooms[0] * _MIB == pytest.approx(cap * peak, rel=0.02)
         for rank in ours:
             assert rank["peak_bytes"] <= 1.02 * float(line.split()[rank["stage"]]) * _MIB, (cap, rank["stage"])
+
+
+def test_layers_are_recomputed_where_copies_are_slow_and_draw_the_same_random_numbers(tmp_path: Path) -> None:
+    case = {**_CASE, "dropout": True}
+    section = {"schedule": "1f1b"}
+    (stock, whole), _ = run_cases(
+        "train_tiny.py",
+        [{**case, "config": {}}, {**case, "measure": True, "config": {"evenpipe": section}}],
+        tmp_path,
+    )
+    peak = max(rank["peak_bytes"] for rank in whole)
+    small = {**case, **_swapping((60 * peak) / _GIB, section), "dropout": True, "slow_host": True}
+    [roomy], said = run_cases("train_tiny.py", [small], tmp_path)
+    [rooms] = re.findall(r"for all fits; .* MiB by stage: ([\d. ]+)", said)
+    used = 60 * peak - min(map(float, rooms.split())) * _MIB
+    small["config"]["evenpipe"]["memory_gib"] = (used + 0.5 * peak) / _GIB
+    [ours], said = run_cases("train_tiny.py", [small], tmp_path)
+    [counts] = re.findall(r"recomputed layers of each chunk by stage: ([\d ]+);", said)
+    assert int(counts.split()[0]) > 0
+    [shares] = re.findall(r"swaps of each micro-batch by stage: ([\d% ]+);", said)
+    assert set(shares.split()) == {"0%"}
+    for found in (ours, roomy):
+        assert [rank["losses"] for rank in found] == [rank["losses"] for rank in stock]
+        assert _weights(found) == _weights(stock)
+    assert max(rank["peak_bytes"] for rank in ours) <= 1.02 * 0.5 * peak

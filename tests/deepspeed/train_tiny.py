@@ -54,6 +54,7 @@ class Case(NamedTuple):
     sharded: bool = False  # or which have half of each linear layer
     evaluate: bool = False
     measure: bool = False
+    slow_host: bool = False  # copies to the host count as slow
     decay: str = ""  # of matrices only: the groups of parameters are a list, an optimizer's or a function's
 
 
@@ -219,6 +220,8 @@ def train(case: Case) -> dict[str, Any]:
     net = engine.module
     if case.measure:
         engine.executor.measure = True
+    if case.slow_host:
+        engine.executor.swaps.link.ms_a_byte = lambda: 1.0
     losses = []
     for _ in range(case.steps):
         losses.append(float(engine.train_batch(data_iter=data)).hex())

@@ -57,14 +57,17 @@ def test_overlap_of_transfers():
 
 def test_swaps_under_caps():
     shown = document(
-        "capped.py", "--micro-batches", "8", "--repeats", "2", "--forward-ms", "20", "--caps", "0.75", "0.45"
+        *("capped.py", "--micro-batches", "8", "--repeats", "2", "--forward-ms", "20", "--caps", "0.75", "0.45"),
+        *("--copy-ms", "40"),
     )
-    assert [entry["levels"][0] for entry in shown["results"]] == ["gaining", "late"]
+    roomy, tight = ([way["layers"] for way in entry["ways"]] for entry in shown["results"])
+    assert sum(roomy) < sum(tight)
     for entry in shown["results"]:
         assert entry["peak"] <= 1.02 * entry["cap"]
         # Sleeping stages and copies are never faster than the simulator's; without a load they are hardly slower.
         assert min(entry["batches_ms"]) > 0.97 * entry["predicted_ms"]
-        assert entry["predicted_ms"] <= 1.001 * min(entry["others_ms"].values())
+        # Decided by times that were measured.
+        assert entry["predicted_ms"] <= 1.03 * min(entry["others_ms"].values())
 
 
 def test_figures_of_bpipe(tmp_path):

@@ -116,6 +116,8 @@ TABLE = "searched table that swaps"
 SWAPPED = ("measured", "swap 0.5", "swap 0.8", "swap 0.8 bpipe", "swap 0.8 zb-h1")
 #: Of the peak of the worst stage.
 CAPS = ("cap 0.9", "cap 0.75", "cap 0.6", "cap 0.45")
+#: The same, where copies to the host count as slow.
+RECOMPUTED = "cap 0.5 recomputed"
 BALANCED = ("megatron", "bpipe")
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 PARTS = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], "add_bias_linear": False}
@@ -147,15 +149,15 @@ CASES = {
     "swaps by a table": Case(calls=(Call(), Call()), engines=("megatron", TABLE)),
     "caps, uneven layout": Case(
         config={"num_layers": 8, "pipeline_model_parallel_layout": "Et|ttttt|tt|L"},
-        engines=("megatron", "measured", *CAPS),
+        engines=("megatron", "measured", *CAPS, RECOMPUTED),
     ),
     "swaps of experts": Case(
         config={**EXPERTS, "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
         precision="bf16",
-        engines=("megatron", *SWAPPED, *CAPS),
+        engines=("megatron", *SWAPPED, *CAPS, RECOMPUTED),
     ),
     "swaps of lengths of their own": Case(calls=RAGGED, config=VARIABLE, engines=("megatron", "swap 0.5 bpipe")),
-    "interleaved, swaps": Case(PP4_V2, engines=("megatron", "measured", "swap 0.8", "cap 0.6")),
+    "interleaved, swaps": Case(PP4_V2, engines=("megatron", "measured", "swap 0.8", "cap 0.6", RECOMPUTED)),
     "memory for a searched order": Case(calls=(Call(), Call(), Call(), Call()), engines=("megatron", "searched")),
     "lists of one": Case(
         calls=(Call(model_as_list=True, iterator_as_list=True), Call(model_as_list=True), Call(iterator_as_list=True))
@@ -322,7 +324,13 @@ def schedule_of(engine: str, peak: int = 0, room: int = 0) -> PipelineSchedule:
         from evenpipe.megatron.adaptive.schedule import Tuning
         from evenpipe.megatron.capped import CappedSchedule
 
-        return CappedSchedule(Tuning(int(float(engine.split()[1]) * peak) + room, int), measure=True)
+        def set_speed(schedule: PipelineSchedule) -> None:
+            assert schedule.executor is not None
+            assert schedule.executor.swaps is not None
+            schedule.executor.swaps.link.ms_a_byte = lambda: float(engine == RECOMPUTED)  # type: ignore[method-assign]
+
+        tuning = Tuning(int(float(engine.split()[1]) * peak) + room, int)
+        return CappedSchedule(tuning, measure=True, connected=set_speed)
 
     if engine == "auto":
         from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
@@ -439,6 +447,7 @@ def carry_out(case: Case, schedule: PipelineSchedule | None = None) -> dict[str,
         schedule.close()
     queues = None if executor is None else executor.connections.queues
     found = {"calls": calls, "weights": pipeline.weights(), "timers": pipeline.timers()}
+    found["layers"] = getattr(getattr(schedule, "loop", None), "_layers", 0)  # recomputed in the last batch
     return {**found, "evicted": counted.get("evicted_bytes", 0), "counted": counted, "queues": queues, "left": left}
 
 

@@ -81,4 +81,6 @@ def test_stages_stay_under_a_cap_and_train_to_the_same_bits(megatron_lm, model, 
         assert min(rooms) == pytest.approx(cap * peak, rel=0.02)
         assert all(held <= 1.02 * room for held, room in zip(by_stage(run, "peak saved MiB"), rooms, strict=True))
     refused = launch(megatron_lm, "pretrain_gpt.py", processes, [*swaps, str((used + 0.01 * peak) / 1024)], check=False)
-    assert re.search(r"no swaps keep stage \d under it: .*: give at least [\d.]+ GiB", refused.output)
+    assert re.search(
+        r"no swaps( or recomputed layers)? keep stage \d under it: .*: give at least [\d.]+ GiB", refused.output
+    )

@@ -51,3 +51,14 @@ def test_more_leaves_of_larger_micro_batches_and_a_limit_that_cannot_be_kept_is_
     assert not limit.is_exceeded
     assert limit.leaving(Unit(4), 160, 150) == 160
     assert limit.is_exceeded
+
+
+def test_a_stage_that_swaps_nothing_watches_its_limit() -> None:
+    limit = HostLimit()
+    limit.limit_bytes = 450.0
+    limit.begin(build("1f1b", Size(4, 8)).schedule.actions[0])
+    for at in range(4):
+        limit.leaving(Unit(at), 110, 0)
+    assert not limit.is_exceeded
+    limit.leaving(Unit(4), 120, 0)  # of which the stage holds four
+    assert limit.is_exceeded

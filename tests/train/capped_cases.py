@@ -26,6 +26,8 @@ STAGES, MICRO_BATCHES, ROWS, WIDTH = 4, 8, 64, 32
 #: By schedule: model chunks, caps that swaps can keep, and one that they cannot, as parts of the worst stage's peak.
 #: The last stage of ZB-H1 has all of its micro-batches whole at once.
 SCHEDULES = {"1f1b": (1, (0.9, 0.6, 0.45), 0.01), "interleaved": (2, (0.9, 0.6, 0.45), 0.01), "zb-h1": (1, (), 0.9)}
+#: A model of blocks whose copies to the host count as slow.
+SLOW_HOST = "blocks"
 _GIB, _ENOUGH_GIB, _MIB = 2**30, 1.0, 2**20
 
 
@@ -35,6 +37,20 @@ def part(position: int) -> nn.Module:
     return nn.Sequential(*(one for _ in range(6) for one in blocks[:3]), blocks[3])
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, given: Tensor) -> Tensor:
+        return given + nn.functional.dropout(self.down(nn.functional.gelu(self.up(given))), 0.1)
+
+
+def blocks(position: int) -> nn.Module:
+    torch.manual_seed(position)
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
 def batch(number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
     return tuple(torch.randn(MICRO_BATCHES * ROWS, WIDTH, generator=generator) for _ in range(2))  # type: ignore[return-value]
@@ -42,11 +58,18 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 def train(schedule: str, gib: float | None, said: list[str]) -> dict[str, Any]:
     """Three batches: the losses and weights, and what each batch held and swapped."""
-    program = build(schedule, Size(STAGES, MICRO_BATCHES, SCHEDULES[schedule][0]))
-    pipeline = ModulePipeline(part, program, nn.functional.mse_loss, torch.empty(ROWS, WIDTH), measure=True)
+    slow = schedule == SLOW_HOST
+    name, chunks = ("1f1b", 1) if slow else (schedule, SCHEDULES[schedule][0])
+    program = build(name, Size(STAGES, MICRO_BATCHES, chunks))
+    pipeline = ModulePipeline(
+        blocks if slow else part, program, nn.functional.mse_loss, torch.empty(ROWS, WIDTH), measure=True
+    )
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
     capped.print_once = said.append  # what rank 0 prints
     tuning = None if gib is None else SwapTuning(pipeline, optimizer, memory_gib=gib)
+    if pipeline.executor.swaps is not None:
+        pipeline.executor.swaps.link.ms_a_byte = lambda: float(slow)  # type: ignore[method-assign]
+    torch.manual_seed(0)
     losses, counted, counter = [], [], pipeline.executor.counter
     for number in range(3):
         counter.reset_peak()
@@ -55,9 +78,10 @@ def train(schedule: str, gib: float | None, said: list[str]) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         counted.append((counter.peak_bytes, counter.swapped_bytes))
+    pinned = 0 if pipeline.executor.swaps is None else pipeline.executor.swaps.link.memory.nbytes
     weights = [one.detach().sum().item().hex() for one in pipeline.parameters()]
     pipeline.close()
-    return {"losses": losses, "weights": weights, "counted": counted}
+    return {"losses": losses, "weights": weights, "counted": counted, "pinned": pinned}
 
 
 def run(rank: int, folder: Path) -> dict[str, Any]:
@@ -77,6 +101,13 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
         except ScheduleError as error:
             refused = str(error)
         found[schedule] = {"": whole, "enough": enough, **caps, "refused": refused, "peak": peak.item()}
+    said = []
+    whole, enough = train(SLOW_HOST, None, said), train(SLOW_HOST, _ENOUGH_GIB, said)
+    used = _ENOUGH_GIB * _GIB - min(map(float, said.pop().split(": ")[-1].split())) * _MIB
+    peak = torch.tensor(whole["counted"][-1][0], dtype=torch.float64)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    capped = train(SLOW_HOST, (used + 0.45 * peak.item()) / _GIB, said)
+    found[SLOW_HOST] = {"": whole, "enough": enough, "0.45": capped, "peak": peak.item(), "said": said}
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from capped_cases import SCHEDULES, STAGES
+from capped_cases import SCHEDULES, SLOW_HOST, STAGES
 
 from tests.reports import reports
 
@@ -34,6 +34,23 @@ def test_stages_stay_under_a_cap_and_train_to_the_same_bits(ranks: list[dict[str
             for held, swapped in found[str(cap)]["counted"][1:]:
                 assert held <= 1.02 * cap * peak
                 assert (swapped > 0) == (plain["counted"][-1][0] > cap * peak)
+
+
+def test_layers_are_recomputed_where_copies_are_slow(ranks: list[dict[str, Any]]) -> None:
+    [line] = {line for rank in ranks for line in rank[SLOW_HOST]["said"]}
+    assert re.search(r"swaps of each micro-batch by stage: 0% 0% 0% 0%;", line)
+    assert re.search(r"recomputed layers of each chunk by stage: [1-4] [1-4] [1-4] 0;", line)
+    for rank in ranks:
+        found = rank[SLOW_HOST]
+        for capped in ("enough", "0.45"):
+            assert (found[capped]["losses"], found[capped]["weights"]) == (found[""]["losses"], found[""]["weights"])
+        assert max(held for held, _ in found["0.45"]["counted"][1:]) <= 1.02 * 0.45 * found["peak"]
+
+
+def test_what_the_first_batch_pinned_is_given_back(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["1f1b"]["enough"]["pinned"] == 0
+        assert rank["1f1b"]["0.45"]["pinned"] == 0 or rank["1f1b"]["0.45"]["counted"][-1][1] > 0
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,8 +1,9 @@
-"""A forward-backward function for megatron-core whose stages swap as little as keeps each under a cap."""
+"""A forward-backward function for megatron-core whose stages swap and recompute what keeps each under a cap."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from evenpipe.megatron.adaptive.schedule import Tuning
 from evenpipe.megatron.adaptive.static_memory import workspace_bytes
 from evenpipe.megatron.grouping import group_size
-from evenpipe.megatron.schedule import PipelineSchedule
+from evenpipe.megatron.recomputing import layers_of, obstacle, recomputing
+from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Program, Size, Spec
@@ -21,9 +23,10 @@ __all__ = ["CappedSchedule"]
 
 
 class CappedSchedule(PipelineSchedule):
-    """A `PipelineSchedule` whose stages swap as `SwapLoop` has it: nothing where all fits.
+    """A `PipelineSchedule` whose stages swap and recompute as `SwapLoop` has it: nothing where all fits.
 
-    A call raises ScheduleError, on all ranks, where no swaps keep a stage under the cap. `tuning` may be replaced
+    Layers are recomputed by Megatron itself, as `--recompute-method block` has it, unless `obstacle` rules that out. A
+    call raises ScheduleError, on all ranks, where nothing keeps a stage under the cap. `tuning` may be replaced
     before the first batch: its limit, static bytes and log count.
     """
 
@@ -48,11 +51,21 @@ class CappedSchedule(PipelineSchedule):
     def _train(self, **arguments: Any) -> list[Any]:
         call = self._call(**arguments)
         losses = self._timed(self._carry_out, call)
-        chunks, config = len(call.batch.model), call.batch.config
-        size = Size(call.pipeline.size(), call.batch.num_microbatches, chunks, group_size(config, self.group_size))
+        size = self._size(call)
         executor = self._executor(call.pipeline, call.batch)
         self.loop.end(executor, size, lambda: self._room(executor), self.programs)
         return losses
+
+    def _carry_out(self, call: Call) -> list[Any]:
+        layers = self.loop.layers(self.programs, self._size(call))
+        with ExitStack() as stack:
+            for chunk in call.batch.model if layers else ():
+                stack.enter_context(recomputing(chunk, layers))
+            return super()._carry_out(call)
+
+    def _size(self, call: Call) -> Size:
+        grouped = group_size(call.batch.config, self.group_size)
+        return Size(call.pipeline.size(), call.batch.num_microbatches, len(call.batch.model), grouped)
 
     def _room(self, executor: Executor) -> Room:
         static_bytes = self.tuning.static_bytes() + workspace_bytes() + executor.connections.device_bytes
@@ -61,4 +74,7 @@ class CappedSchedule(PipelineSchedule):
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
         executor = super()._executor(pipeline, batch)
         executor.measure = self.measure or self.loop.weighs
+        if self.loop.weighs:
+            able = obstacle(batch.config, batch.model) is None
+            self.loop.begin(executor, [layers_of(chunk) if able else [] for chunk in batch.model])
         return executor

@@ -10,7 +10,7 @@ from typing import Any, Final
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 
-__all__ = ["RULED_OUT_BY", "obstacle", "recomputing"]
+__all__ = ["RULED_OUT_BY", "layers_of", "obstacle", "recomputing"]
 
 #: `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`
 _FULL: Final = MappingProxyType(
@@ -43,17 +43,30 @@ def obstacle(config: Any, chunks: Sequence[nn.Module]) -> str | None:
     return next((name for name in RULED_OUT_BY if getattr(config, name, None)), None)
 
 
+def layers_of(chunk: nn.Module) -> list[nn.Module]:
+    """Return the layers that `recomputing` counts; none where the chunk has not one block of them."""
+    blocks = _blocks(chunk)
+    return list(blocks[0].layers) if len(blocks) == 1 else []
+
+
 @contextmanager
-def recomputing(chunk: nn.Module) -> Iterator[None]:
-    """Within it, forwards of the chunk's blocks of layers save the layers' inputs, and compute the rest again."""
-    blocks = [one for one in chunk.modules() if isinstance(one, TransformerBlock)]
-    configs: list[Any] = list({id(one.config): one.config for one in blocks}.values())
+def recomputing(chunk: nn.Module, layers: int | None = None) -> Iterator[None]:
+    """Within it, forwards of the chunk's blocks save the layers' inputs, and compute the rest again.
+
+    `layers`: of so many from the first on; of all, if None.
+    """
+    configs: list[Any] = list({id(one.config): one.config for one in _blocks(chunk)}.values())
     before = [{name: getattr(config, name) for name in _FULL} for config in configs]
-    _set(configs, [_FULL] * len(configs))
+    first = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
+    _set(configs, [_FULL if layers is None else first] * len(configs))
     try:
         yield
     finally:
         _set(configs, before)
+
+
+def _blocks(chunk: nn.Module) -> list[TransformerBlock]:
+    return [one for one in chunk.modules() if isinstance(one, TransformerBlock)]
 
 
 def _set(configs: Sequence[Any], values: Sequence[Mapping[str, Any]]) -> None:

@@ -82,6 +82,12 @@ class Executor(Resources):
         with self._whole():
             forward_only(self, places, micro_batches, stage)
 
+    def give_back_host_memory(self) -> None:
+        """Between batches: give back the host's memory that swaps have used; those that follow take what they need."""
+        if self.swaps is not None:
+            self.swaps.link.memory.give_back()
+            self._host_reported = 0
+
     def forget_sizes(self) -> None:
         """Between batches, on all stages alike: the micro-batches that follow have other sizes than those so far."""
         self.pool = SlotPool(self.device, self.counter)

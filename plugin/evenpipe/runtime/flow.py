@@ -68,6 +68,9 @@ class Flow:
         if self.swaps is not None:
             exposed = resources.exposed if resources.measure else None
             self.swaps.begin(program.schedule.actions[resources.stage_index], exposed)
+        self.limit = resources.limit if self.swaps is None else None
+        if self.limit is not None:
+            self.limit.begin(program.schedule.actions[resources.stage_index])
         self.records = resources.records(program)
         self.slots_needed = _most_accepted(program.steps[resources.stage_index])
         self.under_way: dict[Message, Transfer] = {}
@@ -88,6 +91,8 @@ class Flow:
             self.post(step.then_post)
             return
         inputs = None if step.takes is None else self.received.pop(step.takes)
+        if self.swaps is not None and action.kind == FORWARD:
+            self.swaps.make_room()
         self.resources.observer.started(action)
         with self.resources.computed.running() if self.resources.measure else nullcontext():
             results = self.compute(action, inputs) if step.fused is None else self.fused(action, inputs, step.fused)
@@ -147,8 +152,6 @@ class Flow:
         store, compute = self.resources.store, compute or self.stage.forward
         if not self.records:
             return compute(unit, inputs)
-        if self.swaps is not None:
-            self.swaps.make_room()
         with store.recording(unit):
             outputs = compute(unit, inputs)
             for tensor in inputs or ():
@@ -157,6 +160,8 @@ class Flow:
             self.resources.counter.note_saved(store.nbytes(unit))
         if self.swaps is not None:
             self.swaps.seal(unit)
+        elif self.limit is not None:
+            self.limit.leaving(unit, store.nbytes(unit), free_to_move=0)
         elif self.evicts:
             store.seal(unit, like=unit.chunk)
         return outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -18,6 +19,9 @@ from evenpipe.runtime.processes import free_bytes
 __all__ = ["Block", "HostLink", "HostMemory", "Passage", "check_hosts"]
 
 _GIB: Final = 2**30
+#: Of copies that show how fast the link is; the first one pins memory.
+_PROBE_BYTES: Final = 2**24
+_PROBES: Final = 3
 
 
 class Block:
@@ -56,6 +60,12 @@ class HostMemory:
     def held_line(self, stage: int) -> str:
         """Say how much it is, of a stage."""
         return f"stage {stage} keeps {self.nbytes / 2**20:.1f} MiB of its host's memory, pinned, for what it swaps"
+
+    def give_back(self) -> None:
+        """Own no block any more, once all copies are done; none is lent."""
+        streams.synchronize(self._device)
+        self._free.clear()
+        self.nbytes = 0
 
     def lend(self, nbytes: int) -> Block:
         """Return the block of `nbytes` that has been free for longest; a new one, which takes time, if all are lent.
@@ -128,6 +138,22 @@ class HostLink:
     def named(self) -> dict[str, streams.Stream]:
         """Return the streams of copies out and back, by name."""
         return {"swaps to the host": self._out, "swaps from the host": self._back}
+
+    def ms_a_byte(self) -> float:
+        """Return what a copy takes: the slower of the two ways, alone; between batches. It takes some milliseconds."""
+        there = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
+        out_ms, back_ms = list[float](), list[float]()
+        for _ in range(_PROBES):
+            streams.synchronize(self._device)
+            began = time.perf_counter()
+            (out := self.out(there)).wait()
+            streams.synchronize(self._device)
+            left = time.perf_counter()
+            self.back(out.target, there).wait()
+            streams.synchronize(self._device)
+            out_ms.append(1e3 * (left - began))
+            back_ms.append(1e3 * (time.perf_counter() - left))
+        return max(min(out_ms), min(back_ms)) / _PROBE_BYTES
 
     def out(self, memory: Tensor) -> Passage:
         """Start to copy `memory`, as it is when all that has been given to the device so far is done, to the host.

@@ -71,11 +71,16 @@ class HostSwaps:
         self._on_host: dict[Hashable, list[Block]] = {}
         self._arriving: dict[Hashable, list[Passage]] = {}
 
+    @property
+    def limit(self) -> HostLimit | None:
+        """Return the limit that is kept to."""
+        return self.share if isinstance(self.share, HostLimit) else None
+
     def begin(self, row: Sequence[Action], exposed: Stopwatch | None) -> None:
         """Begin a batch with these actions of the stage; `exposed` counts waits for copies."""
         self._most_whole, self._exposed, self._reached = most_whole(row), exposed, 1.0
-        if isinstance(self.share, HostLimit):
-            self.share.begin(row)
+        if self.limit is not None:
+            self.limit.begin(row)
 
     def seal(self, unit: Unit) -> None:
         """Choose what of this micro-batch, which has just been forwarded, is to go to the host."""
@@ -120,7 +125,7 @@ class HostSwaps:
     def line(self, stage: int) -> str:
         """Return a line for the log: a stage's memory on its host, and the share of saved bytes that goes there."""
         held = f"{self.link.memory.held_line(stage)}: {self._reached:.0%} of each micro-batch"
-        return held if isinstance(self.share, HostLimit) else f"{held}, of {self.share:.0%} asked"
+        return held if self.limit is not None else f"{held}, of {self.share:.0%} asked"
 
     def forget(self) -> None:
         """Wait for copies under way, and forget all micro-batches: no backward of theirs follows."""

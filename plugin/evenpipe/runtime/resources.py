@@ -52,11 +52,12 @@ class Resources:
     """The state that one stage of a pipeline keeps from batch to batch.
 
     It has the connections, the acceptor's pool, the layouts of what varies and the memory counter. `parameters` are
-    left out of what is saved and counted. Without `measure`, own activations are recorded (some 2 µs a saved tensor) on
-    evicting stages only, and the counter knows of nothing else. `keeper`: of a stage that recomputes or swaps what its
-    plan chose; it records too. `swaps`: of one that swaps a share, as `swap` has it. `exposed` has how long compute
-    waited for evictions and loads, on either side, in the last measured batch; `computed` has how long compute lasted
-    in it. With `waited` every wait for a neighbour is timed, for which the host waits too.
+    left out of what is saved and counted. Without `measure`, own activations are recorded (some 2 µs a saved
+    tensor) on stages only that evict or keep to a limit, and the counter knows of nothing else. `keeper`: of a
+    stage that recomputes or swaps what its plan chose; it records too. `swaps`: of one that swaps a share, as
+    `swap` has it. `exposed` has how long compute waited for evictions and loads, on either side, in the last
+    measured batch; `computed` has how long compute lasted in it. With `waited` every wait for a neighbour is timed,
+    for which the host waits too.
     """
 
     def __init__(
@@ -108,7 +109,13 @@ class Resources:
     def records(self, program: Program) -> bool:
         """Return whether forwards are recorded: what they save is evicted, measured, swapped or computed again."""
         evicts = program.schedule.evictions[self.stage_index] > 0
-        return evicts or self.measure or self.keeper is not None or self.swaps_in(program) is not None
+        moves = self.keeper is not None or self.swaps_in(program) is not None
+        return evicts or self.measure or moves or self.limit is not None
+
+    @property
+    def limit(self) -> HostLimit | None:
+        """Return the limit that this stage keeps to, and watches where it swaps nothing."""
+        return None if self.swaps is None else self.swaps.limit
 
     def swaps_in(self, program: Program) -> HostSwaps | None:
         """Return what swaps a share of what this stage saves, if it swaps any micro-batch under `program`."""

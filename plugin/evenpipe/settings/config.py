@@ -49,8 +49,8 @@ class EvenPipeConfig(BaseModel):
     swap: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | Literal["auto"] | None = Field(
         None,
         description="the share of each micro-batch's saved activations that may wait for its backward in the memory of "
-        "the host: 0.5 is half of the bytes; auto: the least, stage by stage, that keeps each under --memory-gib "
-        "(default: nothing is swapped)",
+        "the host: 0.5 is half of the bytes; auto: stage by stage, the swaps and the recomputed layers that keep each "
+        "under --memory-gib (default: nothing is swapped)",
         json_schema_extra={"flag": "--evenpipe-swap", "metavar": "SHARE|auto"},
     )
     group_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(

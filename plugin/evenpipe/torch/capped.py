@@ -1,12 +1,13 @@
-"""Swaps under a cap, measured and decided while a pipeline of plain torch trains."""
+"""Swaps and recomputed layers under a cap, measured and decided while a pipeline of plain torch trains."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from evenpipe.runtime.recomputed_layers import recomputing_layers, stateless
 from evenpipe.schedule import Programs, Size, Spec, needs_of
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.tuned import print_once
@@ -18,13 +19,15 @@ __all__ = ["SwapTuning"]
 
 
 class SwapTuning:
-    """Has each stage of a pipeline swap as little as keeps it under a cap: call its `step` in place of the pipeline's.
+    """Has each stage of a pipeline keep to a cap, by swaps and recomputation: call `step` in place of the pipeline's.
 
-    As `SwapLoop` has it: the first batch is measured. Losses and gradients stay the same.
+    As `SwapLoop` has it: the first batch is measured. Losses and gradients stay the same. What can be recomputed are
+    the modules of a `nn.Sequential`, and any other part of the model as a whole; none from one with running statistics
+    on.
 
     optimizer: of this stage's parameters, whose state counts against memory_gib, what a process may hold; a GPU's
     memory if left out. All ranks of all replicas make it alike, before the first batch. Raises ValueError, and `step`
-    ScheduleError, one line, where no swaps keep a stage under the cap.
+    ScheduleError, one line, where nothing keeps a stage under the cap.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class SwapTuning:
         self._pipeline, self._optimizer = pipeline, optimizer
         self._limit_bytes = limit_bytes(memory_gib, pipeline.device)
         self._size = Size(schedule.stages, schedule.micro_batches, schedule.chunks, schedule.group_size)
+        self._able = [_layers_of(chunk) for chunk in pipeline.chunks]
         self._plain = Programs(Spec.of(schedule, needs), queues=pipeline.executor.connections.queues)
         pipeline.executor.swap(self.loop.limit)
 
@@ -52,9 +56,13 @@ class SwapTuning:
         """Return what the pipeline's `step` returns."""
         pipeline, executor = self._pipeline, self._pipeline.executor
         pipeline.program = self.loop.programs(self._plain, self._size)(self._size)
+        self.loop.begin(executor, self._able)
+        count = self.loop.layers(self._plain, self._size)
+        again = [layer for of_chunk in self._able for layer in of_chunk[:count]]
         before, executor.measure = executor.measure, executor.measure or self.loop.weighs
         try:
-            loss = pipeline.step(*batch, **named)
+            with recomputing_layers(again):
+                loss = pipeline.step(*batch, **named)
         finally:
             executor.measure = before
         self.loop.end(executor, self._size, self._room, self._plain)
@@ -63,3 +71,7 @@ class SwapTuning:
     def _room(self) -> Room:
         static_bytes = self._pipeline.kept_bytes(self._optimizer).static_bytes
         return Room(self._limit_bytes, static_bytes + self._pipeline.executor.connections.device_bytes)
+
+
+def _layers_of(chunk: nn.Module) -> list[nn.Module]:
+    return stateless(list(chunk) if isinstance(chunk, nn.Sequential) else [chunk])

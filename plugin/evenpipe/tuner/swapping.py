@@ -1,140 +1,213 @@
-"""Swaps under a cap: after a run's first batch, each stage's least that leaves for the host, by what was saved."""
+"""One plan under a cap: after a run's first batch, what each stage swaps to the host and which layers it recomputes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch import nn
 
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.host_swaps import HostLimit
 from evenpipe.runtime.resources import highest_of_all
-from evenpipe.schedule import LEVELS, Level, LevelsOfStages, Programs, Schedule, ScheduleError, Size, swapping_at
+from evenpipe.schedule import LEVELS, LevelsOfStages, Programs, Schedule, ScheduleError, Size, swapping_at
 from evenpipe.schedule.swap_room import Saved, SwapRoom
+from evenpipe.simulate import simulate
+from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of, planned
+from evenpipe.tuner.layer_watch import LayerWatch
+from evenpipe.tuner.part_watch import PartWatch
 from evenpipe.tuner.searching import UNDER_WAY, Room
 
 __all__ = ["SwapLoop"]
 
 _MIB: Final = 2**20
-
-
-class _Stage(NamedTuple):
-    """What one stage may hold of micro-batches, in bytes, and what these save, by chunk."""
-
-    limit_bytes: float
-    saved: dict[int, Saved]
-
-
-class _Answer(NamedTuple):
-    level: Level
-    share: float
+_NOTHING: Final = Way("none", 0.0, 0)
 
 
 class SwapLoop:
-    """One process' part in swaps that keep each stage under a cap; all ranks call the same, in step.
+    """One process' part in swaps and recomputation that keep each stage under a cap; all ranks call the same, in step.
 
     In the first batch all that can leave does, and comes back just before its backward: the least memory that swaps can
-    do with. It shows what micro-batches save. From the second on each stage swaps at the first of `LEVELS` that keeps
-    it under the cap, the smallest share that does, and nothing where all fits. Batches of another number of
-    micro-batches are decided anew.
+    do with. It shows what micro-batches save and take, and what recomputation of their layers would free. From the
+    second on each stage goes the way that `planned` finds by simulation: nothing where all fits, else the smallest
+    share that swaps at a level, with the first so many layers recomputed. Batches of another number of micro-batches
+    are decided anew.
 
-    Have the executor swap under `limit`, and measure a batch if it `weighs`. For each batch, a framework trains by
-    `programs`, and calls `end`. `log` is given a line for each decision.
+    Have the executor swap under `limit`, and measure a batch if it `weighs`. For each batch, a framework calls `begin`,
+    recomputes so many `layers`, trains by `programs`, and calls `end`. `log` is given a line for each decision.
     """
 
     def __init__(self, log: Callable[[str], None] = lambda line: None) -> None:
         self.limit = HostLimit()
         self._log = log
         self._room = Room(0, 0)
-        self._stages: list[_Stage] = []
-        self._found: dict[Size, LevelsOfStages] = {}
+        self._stages: list[CappedStage] = []
+        self._found: dict[Size, tuple[Way, ...]] = {}
         self._said_exceeded = False
+        self._own = 0
+        self._layers = 0
+        self._watches: tuple[LayerWatch, PartWatch] | None = None
 
     @property
     def weighs(self) -> bool:
         """Return whether the executor is to measure the next batch."""
         return not self._stages
 
+    def begin(self, executor: Executor, layers: Sequence[Sequence[nn.Module]]) -> None:
+        """Before a batch: `layers` can be recomputed, by model chunk, from the first on."""
+        if self._stages or self._watches is not None:
+            return
+        watch = PartWatch(executor.observer)
+        executor.observer, watch.timed = watch, True
+        self._own, self._watches = executor.stage_index, (LayerWatch(layers, executor.counter, executor.clock), watch)
+
     def programs(self, plain: Programs, size: Size) -> Programs:
         """Return `plain`, which swap nothing, with the swaps of batches of this size.
 
-        Raises ScheduleError, on all ranks, where no swaps keep a stage under the cap.
+        Raises ScheduleError, on all ranks, where a stage has no way to keep to its cap.
         """
-        swaps: Level | LevelsOfStages = LEVELS[-1]
-        if self._stages:
-            if size not in self._found:
-                self._found[size] = self._decided(plain(size).schedule)
-            swaps = self._found[size]
-        return plain.swapping(swaps)
+        if not self._stages:
+            return plain.swapping(LEVELS[-1])
+        return plain.swapping(LevelsOfStages(tuple(way.level for way in self.ways(plain, size))))
+
+    def ways(self, plain: Programs, size: Size) -> tuple[Way, ...]:
+        """Return the way of each stage in batches of this size, after the first batch. Raises as `programs` does."""
+        if size not in self._found:
+            self._found[size] = self._decided(plain, size)
+        return self._found[size]
+
+    def layers(self, plain: Programs, size: Size) -> int:
+        """Return how many layers of each chunk, from the first on, this stage recomputes in the next batch.
+
+        Raises as `programs` does.
+        """
+        if not self._stages:
+            return 0
+        wanted = self.ways(plain, size)[self._own].layers
+        if wanted != self._layers:
+            self._expect(wanted)
+        return wanted
 
     def end(self, executor: Executor, size: Size, room: Callable[[], Room], plain: Programs) -> None:
         """After a batch: take what was seen of the first one; `room` is asked then. Raises as `programs` does."""
         if not self._stages:
             self._stages = self._gathered(executor, size, room())
-            self.programs(plain, size)
+            self._expect(0)
+            self.ways(plain, size)
         elif self.limit.is_exceeded and not self._said_exceeded:
             self._said_exceeded = True
             executor.observer.remark(
-                f"stage {executor.stage_index} is over its cap, with all that can leave on the host: micro-batches save"
-                " more than those of the first batch: give more memory"
+                f"stage {executor.stage_index} is over its cap, with all on the host that its plan lets leave: "
+                "micro-batches save more than those of the first batch: give more memory"
             )
 
-    def _gathered(self, executor: Executor, size: Size, room: Room) -> list[_Stage]:
-        """Return all stages' limits and savings: of replicas and shards the highest numbers."""
-        own, device = executor.stage_index, executor.device
-        [message_bytes] = highest_of_all([executor.counter.largest_sent], device)
-        used = room.static_bytes + UNDER_WAY * message_bytes
-        largest = float(executor.counter.largest_saved)  # of chunks none of whose micro-batches has the time to leave
-        chunks = [self.limit.saved.get(chunk, Saved(largest, largest)) for chunk in range(size.chunks)]
-        row = [used, *(number for saved in chunks for number in (saved.nbytes, saved.staying, saved.first))]
-        table = [row if stage == own else [0.0] * len(row) for stage in range(size.stages)]
-        stages = []
-        for used, *numbers in highest_of_all(table, device):
-            saved = dict(enumerate(map(Saved, numbers[::3], numbers[1::3], numbers[2::3])))
-            stages.append(_Stage(room.limit_bytes - used, saved))
-        self._room = room
+    def _expect(self, layers: int) -> None:
+        """Keep to the limit with so many layers recomputed."""
+        stage = self._stages[self._own].recomputing(layers)
         # A copy: this stage's grows with larger micro-batches, and all ranks decide by the same numbers.
-        self.limit.limit_bytes, self.limit.saved = stages[own].limit_bytes, dict(stages[own].saved)
-        return stages
+        self.limit.limit_bytes, self.limit.saved, self._layers = stage.limit_bytes, dict(stage.saved), layers
 
-    def _decided(self, plain: Schedule) -> LevelsOfStages:
-        """Return the level of each stage, and say what leaves."""
-        answers = [self._level(stage, plain) for stage in range(plain.stages)]
-        if None in answers:
-            raise ScheduleError(self._refusal(plain))
-        found = [answer for answer in answers if answer is not None]
-        self._log(_said(found, self._stages))
-        return LevelsOfStages(tuple(answer.level for answer in found))
+    def _gathered(self, executor: Executor, size: Size, room: Room) -> list[CappedStage]:
+        """Return all stages' limits, savings and times: of replicas and shards the highest numbers.
 
-    def _level(self, stage: int, plain: Schedule) -> _Answer | None:
-        limit_bytes, saved = self._stages[stage]
-        for level in LEVELS:
-            share = SwapRoom(swapping_at(level, plain.actions[stage])).least_share(saved, limit_bytes)
-            if share is not None:
-                return _Answer(level if share else "none", share)
-        return None
+        Gives back the host's memory that the first batch has pinned.
+        """
+        assert self._watches is not None, "the batch has begun"
+        assert executor.swaps is not None, "the executor swaps under the limit"
+        layer_watch, watch = self._watches
+        layers, times, device = layer_watch.figures(), watch.figures(size.chunks), executor.device
+        executor.observer, self._watches = watch.then, None
+        host_ms = executor.swaps.link.ms_a_byte()
+        executor.give_back_host_memory()
+        message_bytes, count = map(int, highest_of_all([executor.counter.largest_sent, max(map(len, layers))], device))
+        largest = float(executor.counter.largest_saved)  # of chunks none of whose micro-batches has the time to leave
+        row = [room.static_bytes + UNDER_WAY * message_bytes, host_ms]
+        for chunk, (figures, of_chunk) in enumerate(zip(times, layers, strict=True)):
+            saved = self.limit.saved.get(chunk, Saved(largest, largest))
+            backward_ms = figures.input_gradient_ms + figures.weight_gradient_ms
+            row += [saved.nbytes, saved.staying, saved.first, figures.forward_ms, backward_ms, len(of_chunk)]
+            kept = [(max(0.0, saved.nbytes - layer.freed_bytes), layer.forward_ms) for layer in of_chunk]
+            row += [number for pair in kept for number in pair] + [0.0, 0.0] * (count - len(of_chunk))
+        table = [row if stage == self._own else [0.0] * len(row) for stage in range(size.stages)]
+        self._room = room
+        return [_stage(room.limit_bytes, size.chunks, *numbers) for numbers in highest_of_all(table, device)]
+
+    def _decided(self, plain: Programs, size: Size) -> tuple[Way, ...]:
+        """Return the way of each stage that rank 0 decides for, and say what it is."""
+        answer: list[Any] = [None, ""]
+        failure: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                answer = [*self._answer(plain, size)]
+            except Exception as error:  # the other ranks wait
+                answer, failure = [None, str(error)], error
+        dist.broadcast_object_list(answer, src=0)
+        ways, line = answer
+        if failure is not None:
+            raise failure
+        if ways is None:
+            raise ScheduleError(line)
+        self._log(line)
+        return tuple(Way(*way) for way in ways)
+
+    def _answer(self, plain: Programs, size: Size) -> tuple[list[tuple[Any, ...]] | None, str]:
+        """Return the stages' ways, and what is said of them; None, and why, where a stage has no way."""
+        plan = planned(plain, size, self._stages)
+        if plan is None:
+            return None, self._refusal(plain(size).schedule)
+        none = costs_of(self._stages, (_NOTHING,) * size.stages)
+        slower = plan.batch_ms / simulate(plain(size), none).makespan_ms
+        return [tuple(way) for way in plan.ways], _said(plan.ways, self._stages, slower)
 
     def _refusal(self, plain: Schedule) -> str:
-        """Return why no swaps keep all stages under the cap, and the least that would do."""
+        """Return why nothing keeps all stages under the cap, and the least that would do."""
         needs = []
-        for stage, (limit_bytes, saved) in enumerate(self._stages):
+        for stage, of_stage in enumerate(self._stages):
             rooms = [SwapRoom(swapping_at(level, plain.actions[stage])) for level in LEVELS]
-            least = min(room.peak_bytes(saved, 1.0) for room in rooms)
-            needs.append((self._room.limit_bytes - limit_bytes + least, least, stage))
+            ways = (of_stage.recomputing(layers) for layers in range(of_stage.most_layers + 1))
+            least = min(
+                room.peak_bytes(way.saved, 1.0) + of_stage.limit_bytes - way.limit_bytes
+                for way in ways
+                for room in rooms
+            )
+            needs.append((self._room.limit_bytes - of_stage.limit_bytes + least, least, stage))
         most, least, stage = max(needs)
+        recomputes = self._stages[stage].most_layers > 0
         return (
-            f"no swaps keep stage {stage} under it: it holds {(most - least) / _MIB:,.1f} MiB of weights, gradients, "
-            f"optimizer and messages, and with all that can leave on the host {least / _MIB:,.1f} MiB of micro-batches"
-            f": give at least {math.ceil(most / 2**30 * 1e4) / 1e4:g} GiB, a smaller micro-batch, or recomputation"
+            f"no swaps {'or recomputed layers ' * recomputes}keep stage {stage} under it: it holds "
+            f"{(most - least) / _MIB:,.1f} MiB of weights, gradients, optimizer and messages, and with all that can "
+            f"leave on the host {'or recomputed ' * recomputes}{least / _MIB:,.1f} MiB of micro-batches: give at least "
+            f"{math.ceil(most / 2**30 * 1e4) / 1e4:g} GiB, a smaller micro-batch, or "
+            f"{'more stages' if recomputes else 'recomputation'}"
         )
 
 
-def _said(answers: list[_Answer], stages: list[_Stage]) -> str:
-    """Return a line of what each stage may hold, and what it swaps."""
+def _stage(limit_bytes: float, chunks: int, used: float, host_ms: float, *numbers: float) -> CappedStage:
+    """Return a stage from its row of what was gathered."""
+    each = len(numbers) // chunks
+    saved, layers, forward_ms, backward_ms = dict[int, Saved](), list[list[Layer]](), list[float](), list[float]()
+    for chunk in range(chunks):
+        nbytes, staying, first, forward, backward, count, *kept = numbers[chunk * each : (chunk + 1) * each]
+        saved[chunk] = Saved(nbytes, staying, first)
+        pairs = zip(kept[::2], kept[1::2], strict=True)
+        those = [Layer(max(0.0, nbytes - left), took) for left, took in pairs][: int(count)]
+        layers.append(those if any(layer.freed_bytes for layer in those) else [])
+        forward_ms.append(forward)
+        backward_ms.append(backward)
+    return CappedStage(limit_bytes - used, saved, layers, forward_ms, backward_ms, host_ms)
+
+
+def _said(ways: tuple[Way, ...], stages: Sequence[CappedStage], slower: float) -> str:
+    """Return a line of what each stage may hold, swaps and recomputes, and what that is expected to cost."""
     rooms = " ".join(f"{stage.limit_bytes / _MIB:.2f}" for stage in stages)
-    if not any(answer.share for answer in answers):
+    if all(way == _NOTHING for way in ways):
         return f"nothing is swapped, for all fits; room for micro-batches, MiB by stage: {rooms}"
-    shares = " ".join(f"{answer.share:.0%}" for answer in answers)
-    late = ", ".join(str(stage) for stage, answer in enumerate(answers) if answer.level == "late")
-    waits = f"; stages that wait for each copy: {late}" if late else ""
-    return f"swaps of each micro-batch by stage: {shares}; room for all of them, MiB: {rooms}{waits}"
+    shares = " ".join(f"{way.share:.0%}" for way in ways)
+    line = f"swaps of each micro-batch by stage: {shares}; room for all of them, MiB: {rooms}"
+    if late := ", ".join(str(stage) for stage, way in enumerate(ways) if way.level == "late"):
+        line += f"; stages that wait for each copy: {late}"
+    if any(way.layers for way in ways):
+        line += f"; recomputed layers of each chunk by stage: {' '.join(str(way.layers) for way in ways)}"
+    return f"{line}; a batch takes {slower:.3f} × the time without a cap, by simulation"
