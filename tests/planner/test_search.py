@@ -42,7 +42,7 @@ def every() -> list[tuple[Run, Estimate]]:
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    return search(SMALL, top=4)
+    return search(SMALL, top=4, with_front=True)
 
 
 def speed(one: Estimate) -> float:
@@ -70,6 +70,20 @@ def test_no_run_beats_the_front(found: Found, every: list[tuple[Run, Estimate]])
     speeds = [speed(point.estimate) for point in found.front]
     assert speeds == sorted(speeds, reverse=True)
     assert speeds[0] == pytest.approx(max(speed(one) for _, one in every))
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "samples", "top"),
+    [("gpt3-13b", "1x8-a100-80gb", 8, 1), ("llama3-70b", "8x8-h100", 128, 5), ("qwen3-30b-a3b", "2x8-h100", 256, 3)],
+)
+def test_the_front_takes_further_simulations_and_changes_no_plan(name: str, nodes: str, samples: int, top: int) -> None:
+    question = asked_as_published(name, nodes, samples)
+    without, having = search(question, top), search(question, top, with_front=True)
+    assert without.plans == having.plans
+    assert list(rejected(question, without)) == list(rejected(question, having))
+    assert not without.front
+    assert having.front
+    assert without.simulated < having.simulated
 
 
 def test_the_best_of_each_family_is_found(found: Found, every: list[tuple[Run, Estimate]]) -> None:
@@ -315,7 +329,7 @@ def test_long_sequences_are_divided_among_context_parallel_ranks() -> None:
     sizes = {"layers": 8, "hidden": 4096, "heads": 32, "vocabulary": 128256, "sequence": 131072}
     long = Model.model_validate({"name": "long", "tied": False, "positions": "rotary", **sizes})
     where, engine = cluster("2x8-h100"), replace(MEGATRON, context=True)
-    found = search(Question(long, where, 8, engine, ("1f1b",), tensor=1))
+    found = search(Question(long, where, 8, engine, ("1f1b",), tensor=1), with_front=True)
     best = found.plans[0].run
     assert best.context > 1
     assert best.gpus == where.gpus
@@ -363,14 +377,15 @@ _TRIES = 3
     ("name", "nodes", "samples", "limit_s"),
     [
         ("gpt3-175b", "128x8-a100-80gb", 1536, 15),
-        ("llama3-405b", "128x8-h100", 1024, 30),
-        ("llama3-405b", "1280x8-h100", 2560, 40),
+        ("llama3-405b", "128x8-h100", 512, 15),
+        ("llama3-405b", "128x8-h100", 1024, 15),
+        ("llama3-405b", "1280x8-h100", 2560, 30),
         ("gpt3-175b", "1280x8-a100-80gb", 10240, 15),
-        ("mixtral-8x7b", "128x8-h100", 1024, 25),
-        ("deepseek-v3", "128x8-h100", 2048, 25),
-        ("deepseek-v3", "1280x8-h100", 15360, 75),
-        ("llama3-405b", "2048x8-h100", 4096, 40),
-        ("deepseek-v3", "2048x8-h100", 16384, 40),
+        ("mixtral-8x7b", "128x8-h100", 1024, 15),
+        ("deepseek-v3", "128x8-h100", 2048, 15),
+        ("deepseek-v3", "1280x8-h100", 15360, 60),
+        ("llama3-405b", "2048x8-h100", 4096, 30),
+        ("deepseek-v3", "2048x8-h100", 16384, 30),
     ],
 )
 def test_large_clusters_on_one_core(name: str, nodes: str, samples: int, limit_s: float) -> None:

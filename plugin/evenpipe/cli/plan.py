@@ -312,7 +312,8 @@ def _run(arguments: Namespace) -> None:
     try:
         question = _question(arguments)
         with _progress() as told:
-            found = search(question, arguments.top, told)
+            shown = arguments.json or arguments.out or arguments.picture  # the text has no front
+            found = search(question, arguments.top, told, with_front=bool(shown))
     except DescriptionError as error:
         raise UsageError(str(error)) from error
     except EstimateError as error:
