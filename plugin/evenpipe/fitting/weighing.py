@@ -12,8 +12,9 @@ from evenpipe.planner.iteration import message_bytes_of
 from evenpipe.planner.kernels import FITTED
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.balanced_layout import Layout
-from evenpipe.planner.search.bounds import Divided, least_bytes, least_end_ms, least_ms, unlike
+from evenpipe.planner.search.bounds import least_bytes, least_end_ms, least_ms, unlike
 from evenpipe.planner.search.candidates import Way, ways
+from evenpipe.planner.search.profiles import Divided
 from evenpipe.planner.search.search import EQUAL, Planned
 from evenpipe.planner.stage_bytes import stage_states
 from evenpipe.planner.stage_nodes import Placed, StageNodes

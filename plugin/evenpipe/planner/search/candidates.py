@@ -11,14 +11,13 @@ from evenpipe.descriptions import Model
 from evenpipe.planner.estimate import Positions, positions_of
 from evenpipe.planner.run import Placement, Run
 from evenpipe.planner.search.bounds import (
-    Divided,
     Edges,
-    Profile,
     edges_of,
     least_bytes_of_any_layout,
     least_live,
     least_ms,
 )
+from evenpipe.planner.search.profiles import Divided, Profile
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.shape_costs import Held, Shape, ShapeCosts
 from evenpipe.schedule import Places, ScheduleError, Size, Spec, find
