@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from evenpipe.descriptions import Cluster, Framework, Model
 from evenpipe.planner.run import Run
 
-__all__ = ["BEYOND", "EXPERTS", "TUNED", "WITHIN", "Uncertainty", "uncertainty_of"]
+__all__ = ["BEYOND", "EQUAL", "EXPERTS", "TUNED", "WITHIN", "Uncertainty", "uncertainty_of"]
 
 
 class Uncertainty(NamedTuple):
@@ -28,6 +28,8 @@ class Uncertainty(NamedTuple):
         return self.low is not None and self.high is not None and self.low <= longer <= self.high
 
 
+#: Times of two runs up to so far apart are equal: a published iteration repeats to that.
+EQUAL: Final = 1.02
 #: All of 37 published iterations, each estimated by constants that were fitted without it or any other of its source:
 #: BPipe's Table 7 by fits to the other model's ordinary rows (13 of 134B, 16 of 96B, BPipe's own among them), and
 #: Korthikanti's Table 5 by the fit to Table 7. The largest is off by 4.3 % (`benchmarks/planner_truth.py`).

@@ -112,7 +112,7 @@ def groups(question: Question) -> Iterator[Group]:
     B mod (mb × d) = 0), else less, since more is not safe.
     """
     cluster, number = question.cluster, count()
-    divided, have = Divided(question.model, question.nodes), cluster.device.memory_gib * 2**30
+    divided, have = question.divided or Divided(question.model, question.nodes), cluster.device.memory_gib * 2**30
     for base in (one for tensor in question.tensors for one in question.bases(tensor)):
         t = base.tensor
         modules = question.modules(base)

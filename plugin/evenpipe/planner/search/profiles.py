@@ -14,9 +14,9 @@ from evenpipe.planner.operations.operation import summed
 from evenpipe.planner.operations.parts import Block, Blocks, Part, parts_of
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.balanced_layout import Layout, settled_layout
-from evenpipe.planner.search.question import EQUAL
 from evenpipe.planner.stage_bytes import Chunk, chunks_of
 from evenpipe.planner.stage_nodes import ONLY, Groups, StageNodes, slowest
+from evenpipe.planner.uncertainty import EQUAL
 
 __all__ = ["Divided", "PartCost", "Profile"]
 
@@ -161,8 +161,11 @@ class Divided:
         self._blocks = cache(lambda run: Blocks(model, run))
 
     def of(self, run: Run) -> Profile:
-        """A block does not know of stages and replicas: those that share out experts are counted by ``expert``."""
-        key = run.but(global_batch=1, data=1, stages=1, chunks=1, layout=None, placement="replicas")
+        """Return the costs of the run's blocks, which know of no stages, replicas and hand-overs.
+
+        Replicas that share out experts are counted by ``expert``.
+        """
+        key = run.but(global_batch=1, data=1, stages=1, chunks=1, layout=None, placement="replicas", blocking=None)
         if key not in self._profiles:
             # What is recomputed takes as long as before.
             bare = key.but(recompute="none", recomputed_modules=Run.recomputed_modules)

@@ -14,7 +14,8 @@ from typing import Final
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.candidates import Candidate, Family, Group, candidates_of, groups, kinds_of
-from evenpipe.planner.search.question import EQUAL, Question, nothing_fits
+from evenpipe.planner.search.question import Question, nothing_fits
+from evenpipe.planner.uncertainty import EQUAL
 from evenpipe.schedule import without_cycle_collector
 
 __all__ = ["EQUAL", "Found", "ParetoFront", "Planned", "preference", "search"]
