@@ -178,9 +178,11 @@ def _recipes() -> dict[str, Any]:
     }
     each: dict[str, Any] = {}
     for kind, of in classes(rows).items():
-        unseen_ends = apart["model"][of].max(), apart["model"][of].min()
+        longer = [float(1 / (1 + error) - 1) for error in apart["model"][of]]
+        sure = [rows[n].estimate().uncertainty for n in of]
         each[kind] = {name: _spread(found[of]) for name, found in {"fitted": now, **apart}.items()}
-        each[kind] |= {"rows": len(of), "longer": [float(1 / (1 + end) - 1) for end in unseen_ends]}
+        each[kind] |= {"rows": len(of), "longer": [min(longer), max(longer)]}
+        each[kind]["within"] = sum(one.has(by) for one, by in zip(sure, longer, strict=True))
     memory = [[str(row), row.gib, row.allocated_gib()] for row in published() if row.gib is not None]
     return {"classes": each, "memory": memory, "used": dict(CONSTANTS), "fitted": fitted_recipes(rows)}
 
@@ -245,6 +247,8 @@ def _shown(found: dict[str, Any]) -> Table:
             said = "constants fitted on them" if name == "fitted" else f"on those of other {name}s"
             pair = f"{one[name]['mean']:.1%}; {one[name]['worst']:.1%}"
             shown.add_row(f"2025 and 2026, {kind}: {one['rows']} iterations", f"{said}, mean; worst", pair, "")
+        name, within = f"2025 and 2026, {kind}: within what is said", f"{one['within']} of {one['rows']}"
+        shown.add_row(name, "on constants of other models", within, "nine in ten")
     for one in found["adapters"]:
         text = f"{one['whole']:+.1%}; {one['packed']:+.1%}"
         shown.add_row(f"LoRA, 70B {one['name']}", "longer than measured: a sample whole; packed of 16", text, "8 %")

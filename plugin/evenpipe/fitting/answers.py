@@ -300,6 +300,7 @@ def _question(asked: Asked, schedules: tuple[str, ...], keep: frozenset[Aspect],
         stages=run.stages if "pipeline" in keep else None,
         micro_batch=run.micro_batch if "micro-batch" in keep else None,
         context=run.context if "context" in keep else None,
+        divided=weighing.divided,
         own=(run.expert, run.expert_ways) if "experts" in keep else None,
     )
 

@@ -12,8 +12,9 @@ from evenpipe.planner.iteration import message_bytes_of
 from evenpipe.planner.kernels import FITTED
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.balanced_layout import Layout
-from evenpipe.planner.search.bounds import Divided, least_bytes, least_end_ms, least_ms, unlike
+from evenpipe.planner.search.bounds import least_bytes, least_end_ms, least_ms, unlike
 from evenpipe.planner.search.candidates import Way, ways
+from evenpipe.planner.search.profiles import Divided
 from evenpipe.planner.search.search import EQUAL, Planned
 from evenpipe.planner.stage_bytes import stage_states
 from evenpipe.planner.stage_nodes import Placed, StageNodes
@@ -25,7 +26,7 @@ __all__ = ["Weighing"]
 class Weighing:
     """Estimates of runs of one model on one cluster, each made once.
 
-    ``allowed``: whether the framework starts such a run.
+    ``allowed``: whether the framework starts such a run. divided: the costs of their blocks.
     """
 
     def __init__(self, model: Model, cluster: Cluster, of: Framework, allowed: Callable[[Run], bool]) -> None:
@@ -34,7 +35,7 @@ class Weighing:
         self._allowed = allowed
         self._estimate = Estimator(model, cluster, of)
         self._nodes = StageNodes(cluster)
-        self._divided = Divided(model, self._nodes)
+        self.divided = Divided(model, self._nodes)
         self.planned = cache(self._planned)
         self._bounds = cache(self._bounds_of)
 
@@ -63,7 +64,7 @@ class Weighing:
         way = self._way(run)
         if way is None:
             return run
-        layout = self._divided.of(_plain(run)).balanced(
+        layout = self.divided.of(_plain(run)).balanced(
             tuple(way.where.stages), None if self._nodes.alike else tuple(self._nodes.of_stages(run))
         )
         return replace(run, layout=layout.layers, further_part=layout.further)
@@ -93,7 +94,7 @@ class Weighing:
             return float("inf"), 0
         if run.recomputed_layers is not None:
             return 0.0, 0  # bounds are of blocks that are all alike
-        profile = self._divided.of(_plain(run))
+        profile = self.divided.of(_plain(run))
         placed = Placed(run, self._nodes, FITTED)
         layout = None if run.layout is None else Layout(run.layout, run.further_part)
         parts = profile.parts(run.stages, run.chunks, layout, [placed.groups[stage] for stage in way.where.stages])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
-__all__ = ["Layout", "balanced_layout", "slowest_stage"]
+__all__ = ["Layout", "balanced_layout", "settled_layout", "slowest_stage"]
 
 
 class Layout(NamedTuple):
@@ -21,12 +21,18 @@ class Layout(NamedTuple):
 
 
 def balanced_layout(
-    layers: int, owners: Sequence[int], bare: Sequence[float], each: Sequence[float], most: Sequence[int] | None = None
+    layers: int,
+    owners: Sequence[int],
+    bare: Sequence[float],
+    each: Sequence[float],
+    most: Sequence[int] | None = None,
+    saved: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Return the layers of each part such that the slowest stage is as fast as can be; ``owners``: each part's stage.
 
     bare: seconds of each part without layers. each: those of a layer on each stage. most: the most layers of each
-    stage; layers beyond these go to the stage that is full last.
+    stage; layers beyond these go to the stage that is full last. saved: seconds that some layers of each part take less
+    than ``each`` says.
 
     A part that has nothing else has a layer. The others go one by one to the stage that is the fastest with one more,
     and there to the fastest part, which is optimal for equal layers. A tie goes to the later stage or part: earlier
@@ -38,7 +44,8 @@ def balanced_layout(
     of_stage: dict[int, list[tuple[float, int]]] = {}
     room = list(most or [layers] * len(each))
     for position, (stage, seconds) in enumerate(zip(owners, bare, strict=True)):
-        of_stage.setdefault(stage, []).append((seconds + each[stage] * found[position], -position))
+        less = saved[position] if saved else 0.0
+        of_stage.setdefault(stage, []).append((seconds + each[stage] * found[position] - less, -position))
         room[stage] -= found[position]
     fastest = min(each)  # equal layers leave the keys as they are
     queue = [(sum(seconds for seconds, _ in of) + each[stage] - fastest, -stage) for stage, of in of_stage.items()]
@@ -56,6 +63,36 @@ def balanced_layout(
         heapq.heapreplace(of, (fewest + each[-stage], position))
         heapq.heapreplace(queue, (seconds + each[-stage], stage))
     return tuple(found)
+
+
+#: Layouts that are found one after the other where layers differ.
+_MOST_PASSES: Final = 4
+
+
+def settled_layout(
+    layers: int,
+    owners: Sequence[int],
+    bare: Sequence[float],
+    each: Sequence[float],
+    most: Sequence[int] | None,
+    saved_of: Callable[[Sequence[int]], Sequence[float]],
+) -> tuple[float, tuple[int, ...]]:
+    """Return the seconds of the slowest stage, and the layers of each part, where some layers take less than others.
+
+    saved_of: seconds that each part of a layout takes less than if its layers were all alike. Where the shorter layers
+    are depends on the layout, so it is found again with what they save, until it stays; the fastest is taken. The rest
+    is `balanced_layout`'s.
+    """
+    saved: Sequence[float] = [0.0] * len(owners)
+    found: list[tuple[float, tuple[int, ...]]] = []
+    for _ in range(_MOST_PASSES):
+        layout = balanced_layout(layers, owners, bare, each, most, saved)
+        before, saved = saved, saved_of(layout)
+        own = [seconds - less for seconds, less in zip(bare, saved, strict=True)]
+        found.append((slowest_stage(layout, owners, own, each), layout))
+        if saved == before:
+            break
+    return min(found, key=lambda one: one[0])
 
 
 def slowest_stage(layout: Sequence[int], owners: Sequence[int], bare: Sequence[float], each: Sequence[float]) -> float:

@@ -11,14 +11,13 @@ from evenpipe.descriptions import Model
 from evenpipe.planner.estimate import Positions, positions_of
 from evenpipe.planner.run import Placement, Run
 from evenpipe.planner.search.bounds import (
-    Divided,
     Edges,
-    Profile,
     edges_of,
     least_bytes_of_any_layout,
     least_live,
     least_ms,
 )
+from evenpipe.planner.search.profiles import Divided, Profile
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.shape_costs import Held, Shape, ShapeCosts
 from evenpipe.schedule import Places, ScheduleError, Size, Spec, find
@@ -113,7 +112,7 @@ def groups(question: Question) -> Iterator[Group]:
     B mod (mb × d) = 0), else less, since more is not safe.
     """
     cluster, number = question.cluster, count()
-    divided, have = Divided(question.model, question.nodes), cluster.device.memory_gib * 2**30
+    divided, have = question.divided or Divided(question.model, question.nodes), cluster.device.memory_gib * 2**30
     for base in (one for tensor in question.tensors for one in question.bases(tensor)):
         t = base.tensor
         modules = question.modules(base)

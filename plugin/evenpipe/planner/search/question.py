@@ -12,14 +12,11 @@ from evenpipe.descriptions import Cluster, Framework, Model
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.group_memory import divisors
 from evenpipe.planner.run import EstimateError, Module, Placement, Recompute, Run
+from evenpipe.planner.search.profiles import Divided
 from evenpipe.planner.stage_nodes import StageNodes
 from evenpipe.schedule import NEEDS, Need, Spec, find, offered, own
 
-__all__ = ["EQUAL", "Engine", "Question", "nothing_fits", "weighed"]
-
-
-#: Times of two runs up to so far apart are equal: a published iteration repeats to that.
-EQUAL: Final = 1.02
+__all__ = ["Engine", "Question", "nothing_fits", "weighed"]
 
 
 def weighed() -> tuple[str, ...]:
@@ -67,7 +64,8 @@ class Question:
     schedules: those that are weighed; with ``bpipe`` false none of them with BPipe. delayed: a plan may step with
     gradients that are a batch late, as 2BW does; what it trains is not what a flush trains. tensor, stages,
     micro_batch, context: t, p, b and c, where they are not to be chosen. further: runs that differ from ``asked`` in
-    precision or dispatcher, which are weighed beside it.
+    precision or dispatcher, which are weighed beside it. divided: costs of the model's blocks on the cluster, which
+    several searches share; otherwise a search finds its own.
     """
 
     model: Model
@@ -84,6 +82,7 @@ class Question:
     micro_batch: int | None = None
     context: int | None = None
     further: tuple[Run, ...] = ()
+    divided: Divided | None = None
 
     def refused(self, spec: Spec, stages: int = 0) -> str:
         """Return why a plan may not have the schedule, on so many stages if they are known; empty where it may."""

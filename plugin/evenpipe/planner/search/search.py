@@ -14,7 +14,8 @@ from typing import Final
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.candidates import Candidate, Family, Group, candidates_of, groups, kinds_of
-from evenpipe.planner.search.question import EQUAL, Question, nothing_fits
+from evenpipe.planner.search.question import Question, nothing_fits
+from evenpipe.planner.uncertainty import EQUAL
 from evenpipe.schedule import without_cycle_collector
 
 __all__ = ["EQUAL", "Found", "ParetoFront", "Planned", "preference", "search"]
@@ -119,9 +120,12 @@ class Found:
 
 
 @without_cycle_collector()
-def search(question: Question, top: int = 1, told: Callable[[int, int], None] | None = None) -> Found:
-    """Return the fastest runs, the front of memory against speed, and the best of each family.
+def search(
+    question: Question, top: int = 1, told: Callable[[int, int], None] | None = None, with_front: bool = False
+) -> Found:
+    """Return the fastest runs, the best of each family and, ``with_front``, the front of memory against speed.
 
+    The front takes as many simulations again, and changes neither the fastest runs nor the families'.
     ``told`` is called with how many runs have been simulated, and how many runs and groups of them are not weighed yet.
 
     Runs are compared by the time to the same loss: a run with late gradients needs more iterations (`Run.iterations`).
@@ -146,7 +150,7 @@ def search(question: Question, top: int = 1, told: Callable[[int, int], None] | 
     heapq.heapify(waiting)
     estimate = Estimator(question.model, question.cluster, question.of)
     have = question.cluster.device.memory_gib * 2**30
-    front = ParetoFront(_CLOSE * have, _SLOWEST)
+    front = ParetoFront(_CLOSE * have, _SLOWEST) if with_front else None
     plain: dict[Run, float] = {}
     fitting: set[Run] = set()  # wherever their ranks are
     while queue or waiting:
@@ -154,7 +158,7 @@ def search(question: Question, top: int = 1, told: Callable[[int, int], None] | 
             told(found.simulated, len(queue) + len(waiting))
         if waiting and (not queue or waiting[0].ms <= queue[0].ms):
             group = heapq.heappop(waiting)
-            if len(found.plans) >= top and group.ms >= _SLOWEST * front.points[0].ms_to_loss:
+            if len(found.plans) >= top and group.ms >= _SLOWEST * found.plans[0].ms_to_loss:
                 found.left_out += 1
             else:
                 _queue(_of_use(question, group, found, front, top), group, found, queue)
@@ -166,7 +170,8 @@ def search(question: Question, top: int = 1, told: Callable[[int, int], None] | 
         if ms > candidate.ms:
             heapq.heappush(queue, candidate._replace(ms=ms))
             continue
-        if not _may_count(candidate, found, front, 0 if fits else top, have):
+        counts = _may_count(candidate, found, 0 if fits else top, have)
+        if not counts and not _of_front(candidate, front):
             found.slower += 1
             continue
         found.simulated += 1
@@ -180,12 +185,14 @@ def search(question: Question, top: int = 1, told: Callable[[int, int], None] | 
                 fitting.add(replace(run, placement="replicas"))
         if candidate.allowed:
             found.nearest = min(found.nearest, planned.most_bytes)
-        if planned.estimate.fits:
-            _enter(planned, candidate, found, front, 0 if fits else top)
-    found.front = front.points
+        if planned.estimate.fits and counts:
+            _enter(planned, candidate, found, 0 if fits else top)
+        if planned.estimate.fits and candidate.allowed and front is not None:
+            front.enter(planned)
+    found.front = [] if front is None else front.points
     if not found.plans:
         raise EstimateError(nothing_fits(question, found.allowed, found.nearest))
-    first = min(_equal(found.plans), key=lambda one: (*preference(one.run, one.most_bytes, have), one.ms_to_loss))
+    first = min(_equal(found.plans), key=lambda one: (preference(one.run, one.most_bytes, have), one.ms_to_loss))
     found.plans = [first, *(one for one in found.plans if one is not first)][:top]
     return found
 
@@ -218,7 +225,7 @@ def _queue(question: Question, group: Group, found: Found, queue: list[Candidate
             found.nearest = min(found.nearest, candidate.nbytes)
 
 
-def _of_use(question: Question, group: Group, found: Found, front: ParetoFront, top: int) -> Question:
+def _of_use(question: Question, group: Group, found: Found, front: ParetoFront | None, top: int) -> Question:
     """Return what to ask of a group: of one that no plan and no front can have runs of, only schedules without a run.
 
     No plan and no front will have any later either, as both only get better.
@@ -226,7 +233,7 @@ def _of_use(question: Question, group: Group, found: Found, front: ParetoFront, 
     if (
         len(found.plans) < top
         or group.ms < max(found.plans[top - 1].ms_to_loss, EQUAL * found.plans[0].ms_to_loss)
-        or front.takes(group.ms, group.nbytes)
+        or (front is not None and front.takes(group.ms, group.nbytes))
         or any(family not in found.best for family in kinds_of(question, group.run))
     ):
         return question
@@ -236,12 +243,15 @@ def _of_use(question: Question, group: Group, found: Found, front: ParetoFront, 
     return replace(question, schedules=tuple(name for name in question.schedules if name not in known))
 
 
-def _may_count(candidate: Candidate, found: Found, front: ParetoFront, top: int, have: float) -> bool:
+def _may_count(candidate: Candidate, found: Found, top: int, have: float) -> bool:
+    """Return whether it may be the best of a family, or planned."""
     if any(family not in found.best for family in candidate.families):
         return True
-    if not candidate.allowed:
-        return False
-    return (top > 0 and _may_be_planned(candidate, found, top, have)) or front.takes(candidate.ms, candidate.nbytes)
+    return candidate.allowed and top > 0 and _may_be_planned(candidate, found, top, have)
+
+
+def _of_front(candidate: Candidate, front: ParetoFront | None) -> bool:
+    return front is not None and candidate.allowed and front.takes(candidate.ms, candidate.nbytes)
 
 
 def _may_be_planned(candidate: Candidate, found: Found, top: int, have: float) -> bool:
@@ -251,20 +261,18 @@ def _may_be_planned(candidate: Candidate, found: Found, top: int, have: float) -
         return True
     if candidate.ms > EQUAL * plans[0].ms_to_loss:
         return False
-    best = min(preference(one.run, one.most_bytes, have) for one in _equal(plans))
-    return preference(candidate.run, candidate.nbytes, have) < best
+    best = min((preference(one.run, one.most_bytes, have), one.ms_to_loss) for one in _equal(plans))
+    return (preference(candidate.run, candidate.nbytes, have), candidate.ms) < best
 
 
-def _enter(planned: Planned, candidate: Candidate, found: Found, front: ParetoFront, top: int) -> None:
+def _enter(planned: Planned, candidate: Candidate, found: Found, top: int) -> None:
     for family in candidate.families:
         best = found.best.get(family)
         if best is None or planned.ms_to_loss < best.ms_to_loss:
             found.best[family] = planned
-    if candidate.allowed:
-        front.enter(planned)
-        if top:
-            bisect.insort(found.plans, planned, key=lambda one: one.ms_to_loss)
-            del found.plans[max(top, len(_equal(found.plans))) :]
+    if candidate.allowed and top:
+        bisect.insort(found.plans, planned, key=lambda one: one.ms_to_loss)
+        del found.plans[max(top, len(_equal(found.plans))) :]
 
 
 def _without_bpipe(question: Question, run: Run) -> Run:

@@ -13,7 +13,8 @@ from evenpipe.planner.iteration import HandOver, message_bytes_of
 from evenpipe.planner.kernels import FITTED
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.balanced_layout import Layout
-from evenpipe.planner.search.bounds import PartCost, Profile, least_bytes, least_end_ms, unlike
+from evenpipe.planner.search.bounds import least_bytes, least_end_ms, unlike
+from evenpipe.planner.search.profiles import PartCost, Profile
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.stage_bytes import Chunk, States, bytes_of_stage, stage_states
 from evenpipe.planner.stage_nodes import Placed
