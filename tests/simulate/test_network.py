@@ -74,8 +74,8 @@ def test_a_walk_that_ends_early_is_a_defect_of_evenpipe(monkeypatch: pytest.Monk
     monkeypatch.setattr(Order, "posts", lambda order, stage: (nothing, nothing))
     with pytest.raises(SimulationError) as stuck:
         simulate(program, Costs((1.0,) * 2, (1.0,) * 2))
-    line = "stage 0: waits for ever for backward 1→0 0, though the schedule was proved to end: this is a defect of evenpipe"
-    assert line in str(stuck.value)
+    assert "stage 0: waits for ever for backward 1→0 0, though" in str(stuck.value)
+    assert "this is a defect of evenpipe" in str(stuck.value)
     assert len(str(stuck.value).splitlines()) == 1
 
 

@@ -283,7 +283,7 @@ class PipelineSchedule:
             pipeline.rank(),
             executor.device,
             release,
-            executor.store.recording if executor.records(program) else lambda unit: nullcontext(),
+            executor.recording(program) or (lambda unit: nullcontext()),
             self._recomputes(batch, program.schedule, pipeline.rank()),
         )
         try:
