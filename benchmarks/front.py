@@ -10,14 +10,16 @@ twentieth of what they save. Speed is the busiest stage's work over the batch: 1
 waits. "known": the fastest schedule with a name that fits, in which evictions are free. "gain": searched over known.
 "wrong": the same if stages and actions take 5 % more or less than they were searched for, and messages as much longer
 as half a standard normal's absolute value: the mean of 48 samples that the search has not seen, of which the least is
-"least".
+"least". "search, s": the processor time of the case's longest search.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +38,7 @@ from evenpipe.simulate.searched import searched
 
 DRAWN: Final = (8, 32)
 UNIT_BYTES: Final = 1000
+KINDS: Final = ("even", "uneven", "experts")
 SIZES: Final = {"saved_bytes": UNIT_BYTES, "recomputed_bytes": UNIT_BYTES // 20}
 
 
@@ -59,6 +62,13 @@ def halves(kind: str, stages: int) -> RunCosts:
         Part(forward_ms=ms, input_gradient_ms=inputs * ms, weight_gradient_ms=weights * ms, **SIZES) for ms in layers
     ]
     return RunCosts(format="evenpipe.costs/1", placement="vee", parts=parts, message_ms=message)
+
+
+def searched_in_time(costs: RunCosts, stages: int, micro_batches: int, effort: Effort) -> tuple[Front, float]:
+    """Return the front, and the processor seconds of its longest search."""
+    began: list[float] = []
+    found = front(costs, stages, micro_batches, effort, told=lambda line: began.append(time.process_time()))
+    return found, max(end - start for start, end in pairwise([*began, time.process_time()]))
 
 
 def wrong(costs: RunCosts, stages: int, micro_batches: int, effort: Effort) -> tuple[float, float]:
@@ -90,20 +100,22 @@ def lines(case: dict[str, Any], found: Front) -> Iterator[dict[str, Any]]:
 
 def table(results: list[dict[str, Any]]) -> Table:
     """The same for people."""
-    shown = Table("p", "m", "parts", "memory", "known", "speed", "searched", "gain", "wrong", "least")
+    shown = Table("p", "m", "parts", "memory", "known", "speed", "searched", "gain", "wrong", "least", "search, s")
     for one in results:
         speed, name = one["known_speed"], one["known"]
         gain = "–" if speed is None else f"{one['searched_speed'] / speed - 1:.1%}"
         told = (f"{one[key]:.3f}" if key in one else "" for key in ("wrong", "least"))
+        longest = f"{one['longest_search_s']:.1f}" if "longest_search_s" in one else ""
         known = ("–", "–") if speed is None else (name, f"{speed:.3f}")
         sizes = str(one["stages"]), str(one["micro_batches"]), one["parts"], f"{one['memory']:.3g}"
-        shown.add_row(*sizes, *known, f"{one['searched_speed']:.3f}", gain, *told)
+        shown.add_row(*sizes, *known, f"{one['searched_speed']:.3f}", gain, *told, longest)
     return shown
 
 
 def main() -> None:
     benchmark = Benchmark("front", __doc__ or "", repeats=1)
     benchmark.parser.add_argument("--stages", type=positive, nargs="+", default=[4, 8, 16], help="(default 4 8 16)")
+    benchmark.parser.add_argument("--parts", choices=KINDS, nargs="+", default=KINDS, help="(default: all three)")
     benchmark.parser.add_argument("--seconds", type=float, default=5.0, help="of each search (default 5)")
     benchmark.parser.add_argument("--picture", type=Path, metavar="P.png", help=f"draw those of p, m = {DRAWN}")
     arguments = benchmark.parser.parse_args()
@@ -112,17 +124,17 @@ def main() -> None:
         (stages, times * stages, kind)
         for stages in arguments.stages
         for times in ((2, 4) if stages < 16 else (2,))
-        for kind in ("even", "uneven", "experts")
+        for kind in arguments.parts
     ]
     results, drawn = [], {}
     with progress_bar("fronts", len(cases)) as tick:
         for stages, micro_batches, kind in cases:
             costs = halves(kind, stages)
-            found = front(costs, stages, micro_batches, effort)
+            found, longest_s = searched_in_time(costs, stages, micro_batches, effort)
             case = {"stages": stages, "micro_batches": micro_batches, "parts": kind}
             rows = list(lines(case, found))
             mean, least = wrong(costs, stages, micro_batches, effort)
-            next(row for row in rows if row["memory"] == 1).update(wrong=mean, least=least)
+            next(row for row in rows if row["memory"] == 1).update(wrong=mean, least=least, longest_search_s=longest_s)
             results += rows
             if (stages, micro_batches) == DRAWN:
                 drawn[f"{kind} parts, {stages} stages, {micro_batches} micro-batches"] = found

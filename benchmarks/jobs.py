@@ -80,7 +80,7 @@ JOBS: Final = (
     Job("convergence", 12, script("convergence"), "2bw_convergence.png"),
     Job("orders", 4, script("orders")),
     Job("reach", 0.1, script("reach")),
-    Job("front", 25, script("front"), "front.png"),
+    Job("front", 8, script("front"), "front.png"),
     Job("evictions", 8, script("evictions")),
     Job("swaps", 1, script("evictions", "--stages", "4")),
     Job("capped", 2, script("capped"), timed=True),

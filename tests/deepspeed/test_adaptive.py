@@ -45,7 +45,12 @@ _SEARCHES: dict[str, Any] = {
     "searched": {"case": {"stages": 4, "config": _SEARCHED, "steps": 5}, "changes": 4},
     "searched, short of memory": {
         "case": {"stages": 4, "config": _SEARCHED, "steps": 5},
-        "even": True,
+        "even": "peer_bytes_per_ms",
+        "changes": 4,
+    },
+    "searched, swaps": {
+        "case": {"stages": 4, "config": {"evenpipe": {**_SEARCHED["evenpipe"], "swap": 1}}, "steps": 5},
+        "even": "host_bytes_per_ms",
         "changes": 4,
     },
     "searched, resumed": {"case": {"stages": 2, "config": {**_ZERO, **_SEARCHED}, "steps": 3}},
@@ -200,6 +205,18 @@ def test_an_order_is_searched_and_trains_to_the_bits_of_the_stock_engine(results
         assert rank["peak_bytes"] <= state["costs"]["memory_bytes"][rank["stage"]]
     for part in state["costs"]["parts"]:
         assert 0 < part["freed_by_input_gradient_bytes"] < part["saved_bytes"]
+
+
+def test_an_order_that_a_run_searches_swaps_where_it_may(results: dict[str, Any]) -> None:
+    found = results["searched, swaps"]
+    assert found[0]["state"]["costs"]["host_bytes_per_ms"] > 0
+    assert found[0]["swapped"] > 0
+    for rank, of_stock in zip(found, results["stock"], strict=True):
+        assert rank["evicted"] == 0
+        for ours, stock in ((rank, of_stock), (rank["changed"], of_stock["changed"])):
+            assert ours["losses"] == stock["losses"]
+            assert ours["weights"] == stock["weights"]
+        assert rank["left"] == 0
 
 
 def test_an_order_that_a_run_searches_evicts_where_its_memory_is_short(results: dict[str, Any]) -> None:

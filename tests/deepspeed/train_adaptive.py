@@ -28,7 +28,7 @@ from tests.even_times import even_times
 def train(given: dict[str, Any]) -> dict[str, Any]:
     case = Case(**given["case"])
     turns = [tuple(turn) for turn in given.get("turns", ())]
-    even = even_times() if "even" in given else nullcontext()
+    even = even_times(link=given["even"]) if "even" in given else nullcontext()
     with _deciding_for(turns), _choosing(given.get("choices", ())), even:
         engine, data = engine_of(case)
         if given.get("loader"):
@@ -106,6 +106,7 @@ def _train(engine: Any, data: Any, case: Case) -> dict[str, Any]:
         found["predicted"] = engine.loop.predicted_saved_bytes[engine.stage_id]
     if auto:
         found["evicted"] = engine.executor.counter.evicted_bytes
+        found["swapped"] = engine.executor.counter.swapped_bytes
         found["peak_bytes"] = engine.executor.counter.peak_bytes
         found["left"] = engine.executor.counter.own_units
     return found

@@ -155,6 +155,7 @@ def test_front(tmp_path):
     whole = [entry for entry in shown["results"] if entry["memory"] == 1]
     assert len(whole) == 6
     assert all(entry["least"] <= entry["wrong"] for entry in whole)
+    assert all(0 < entry["longest_search_s"] < 10 for entry in whole)
 
 
 def test_evictions():

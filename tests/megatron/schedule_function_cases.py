@@ -113,6 +113,7 @@ REDUCED = {"overlap_grad_reduce": True, "bucket_size": 500}
 FUSED = {"gradient_accumulation_fusion": True}
 MEASURED = ("megatron", "measured")
 TABLE = "searched table that swaps"
+SWAPPING = "searches and swaps"
 SWAPPED = ("measured", "swap 0.5", "swap 0.8", "swap 0.8 bpipe", "swap 0.8 zb-h1")
 #: Of the peak of the worst stage.
 CAPS = ("cap 0.9", "cap 0.75", "cap 0.6", "cap 0.45")
@@ -158,7 +159,9 @@ CASES = {
     ),
     "swaps of lengths of their own": Case(calls=RAGGED, config=VARIABLE, engines=("megatron", "swap 0.5 bpipe")),
     "interleaved, swaps": Case(PP4_V2, engines=("megatron", "measured", "swap 0.8", "cap 0.6", RECOMPUTED)),
-    "memory for a searched order": Case(calls=(Call(), Call(), Call(), Call()), engines=("megatron", "searched")),
+    "memory for a searched order": Case(
+        calls=(Call(), Call(), Call(), Call()), engines=("megatron", "searched", SWAPPING)
+    ),
     "lists of one": Case(
         calls=(Call(model_as_list=True, iterator_as_list=True), Call(model_as_list=True), Call(iterator_as_list=True))
     ),
@@ -337,12 +340,12 @@ def schedule_of(engine: str, peak: int = 0, room: int = 0) -> PipelineSchedule:
 
         tuning = Tuning(limit_bytes=1 << 30, static_bytes=int, interval=1, sizes=lambda loaded, size: [size])
         return AdaptiveSchedule(tuning)
-    if engine == "searched":
+    if engine in ("searched", SWAPPING):
         from evenpipe.megatron.adaptive.schedule import Tuning
         from evenpipe.megatron.searched import SearchedSchedule
         from evenpipe.schedule.search.search import Effort
 
-        return SearchedSchedule(Tuning(1 << 30, int), effort=Effort(0.1))
+        return SearchedSchedule(Tuning(1 << 30, int), effort=Effort(0.1), swaps=engine == SWAPPING)
     if engine == TABLE:
         from evenpipe.schedule import Spec, needs_of
 
@@ -412,7 +415,8 @@ def carry_out_all(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
             for engine in case.engines:
                 if engine != "megatron":
                     current.schedule = schedule_of(engine, *whole)
-                    with even_times() if engine == "searched" else nullcontext():
+                    link = {"searched": "peer_bytes_per_ms", SWAPPING: "host_bytes_per_ms"}.get(engine)
+                    with even_times(link=link) if link is not None else nullcontext():
                         found[name][engine] = carry_out(case, current.schedule)
                 if engine == "measured":
                     counted = found[name][engine]["counted"]

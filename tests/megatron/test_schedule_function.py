@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from schedule_function_cases import BOUND, CAPS, CASES, LONG, RECOMPUTED, SPLIT, TABLE, WORLD
+from schedule_function_cases import BOUND, CAPS, CASES, LONG, RECOMPUTED, SPLIT, SWAPPING, TABLE, WORLD
 from tiny_pipeline import TIMED, WAITS
 
 from evenpipe.megatron.supported import installed_release
@@ -27,7 +27,7 @@ COMPARED = [(name, engine) for name, case in CASES.items() for engine in case.en
 ORDERED = [
     (name, engine)
     for name, engine in COMPARED
-    if engine not in ("3F3B", "auto", "searched", "swap 0.8 zb-h1", TABLE, *SPLIT)
+    if engine not in ("3F3B", "auto", "searched", SWAPPING, "swap 0.8 zb-h1", TABLE, *SPLIT)
 ]
 GROUPED = [name for name, case in CASES.items() if "3F3B" in case.engines]
 PARTLY = ["partial recomputation with BPipe", "interleaved, partial recomputation"]
@@ -132,6 +132,13 @@ def test_an_order_that_a_run_searches_evicts_where_its_memory_is_short(ranks: li
     found = [rank["cases"][name]["searched"] for rank in ranks]
     assert found[0]["evicted"] > 0
     assert [one["evicted"] for one in found[2:]] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["memory for a searched order"])
+def test_an_order_that_a_run_searches_swaps_where_it_may(ranks: list[dict[str, Any]], name: str) -> None:
+    found = [rank["cases"][name][SWAPPING]["counted"] for rank in ranks]
+    assert found[0]["swapped_bytes"] > 0
+    assert [one["evicted_bytes"] for one in found] == [0] * WORLD
 
 
 @pytest.mark.parametrize("name", ["swaps by a table"])

@@ -19,6 +19,7 @@ from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.forward_only import forward_only
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import (
+    EVICT,
     FORWARD,
     GAINING,
     Action,
@@ -332,6 +333,21 @@ def test_measuring_is_switched_from_batch_to_batch(name, outcomes):
         if not schedule.evictions[stage] and not any(schedule.evictions):
             assert second["memory"]["peak_bytes"] == second["memory"]["peak_units"] == 0
         assert second["exposed_ms"] == first["exposed_ms"]  # of the last batch that was measured
+        assert second["memory"]["evicted_bytes"] == first["memory"]["evicted_bytes"]
+
+
+def test_what_is_not_evicted_is_recorded_only_while_it_is_measured():
+    """A stream goes on beyond the program that it begins with, so there any micro-batch may be evicted."""
+    program = build_program(find("1f1b"), Size(4, 8), bpipe=True)
+    executor = Executor(0, Connections({}, {}), torch.device("cpu"), measure=False)
+    units = [Unit(number) for number in range(8)]
+    evicted = [action.unit for action in program.schedule.actions[0] if action.kind == EVICT]
+    assert 0 < len(evicted) < len(units)
+    assert not executor.records_all(program)
+    assert [unit for unit in units if executor.evicted(program)(unit)] == evicted
+    assert all(map(executor.evicted(program, in_stream=True), units))
+    executor.measure = True
+    assert executor.records_all(program)
 
 
 def test_waits_for_the_partner_are_told_and_no_others(outcomes):

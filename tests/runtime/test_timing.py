@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 from evenpipe.runtime.channel import Transfer
-from evenpipe.runtime.timing import HostClock, Stopwatch, clock_for, matrix_flops
+from evenpipe.runtime.host_memory import HostLink
+from evenpipe.runtime.timing import HostClock, Stopwatch, clock_for, copying_gbps, matrix_flops
 from tests.reports import reports
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -31,6 +33,22 @@ def test_the_hosts_clock_is_the_monotonic_one_that_a_machines_processes_share():
     assert isinstance(clock, HostClock)
     assert before <= mark <= after
     assert clock.elapsed_ms(1.0, 1.25) == 250.0
+
+
+def test_copies_to_the_host_and_back_are_timed_at_once_once_they_take_a_while(monkeypatch):
+    """On a link of 0.1 GB/s, whose clock goes on with each copy: both directions pass 0.05 GB/s each."""
+    now, copied = [0.0], Counter()
+
+    class Slow(HostLink):
+        def _start(self, stream, source, target, block):
+            now[0] += source.numel() / 1e8
+            copied[source.numel()] += 1
+            return super()._start(stream, source, target, block)
+
+    monkeypatch.setattr("evenpipe.runtime.timing.HostLink", Slow)
+    monkeypatch.setattr("evenpipe.runtime.timing.time.perf_counter", lambda: now[0])
+    assert copying_gbps(torch.device("cpu")) == pytest.approx(0.05)
+    assert copied == {2**18: 4, 2**20: 4}
 
 
 @needs_gpu

@@ -86,13 +86,19 @@ CASES = [
         "1f1b",
     ),
     (
+        {"schedule": "auto", "swap": 1},
+        "--evenpipe-swap 1: --group-size auto and --evenpipe-schedule auto choose by the memory of micro-batches that "
+        "stay on the device: give --group-size a number or --evenpipe-schedule another name, or leave --evenpipe-swap "
+        "out",
+        'evenpipe.swap: 1.0: "group_size": "auto" and "schedule": "auto" choose by the memory of micro-batches that '
+        "stay on the device: give group_size a number or schedule another name, or leave swap out",
+    ),
+    (
         {"schedule": "searched", "swap": 0.5},
-        "--evenpipe-swap 0.5: --group-size auto, --evenpipe-schedule searched and --evenpipe-schedule auto choose by "
-        "the memory of micro-batches that stay on the device: give --group-size a number or --evenpipe-schedule "
-        "another name, or leave --evenpipe-swap out",
-        'evenpipe.swap: 0.5: "group_size": "auto", "schedule": "searched" and "schedule": "auto" choose by the '
-        "memory of micro-batches that stay on the device: give group_size a number or schedule another name, or leave "
-        "swap out",
+        "--evenpipe-swap 0.5: with --evenpipe-schedule searched, all that can leave of a micro-batch is swapped, where "
+        "that is faster: give --evenpipe-swap a share of 1, or leave it out",
+        'evenpipe.swap: 0.5: with "schedule": "searched", all that can leave of a micro-batch is swapped, where that '
+        "is faster: give swap a share of 1, or leave it out",
     ),
     (
         {"bpipe": True, "swap": "auto"},

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
-from evenpipe.schedule import Link, Schedule, ScheduleError, lower
+from evenpipe.schedule import Link, Schedule, ScheduleError, lower, verify
+from evenpipe.schedule.order import Order
 from evenpipe.simulate import Costs, SimulationError, Wire, simulate
 from evenpipe.simulate.simulator import Network
 from tests.simulate.pipelines import run
@@ -63,6 +65,18 @@ def test_a_program_that_cannot_end_is_not_simulated() -> None:
         simulate(lower(Schedule.parse(["F0 F1 B0 B1", "F1 F0 B0 B1"])), costs)
     with pytest.raises(ScheduleError, match="wait for one another in a circle"):
         simulate(lower(Schedule.parse(["F0 B0 F1 B1", "F0 F1 B0 B1"])), costs)
+
+
+def test_a_walk_that_ends_early_is_a_defect_of_evenpipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order that was proved posts a receive for each message: without them, the walk has to name who waits."""
+    program = verify(Schedule.parse(["F0 F1 B0 B1", "F0 B0 F1 B1"]))
+    nothing = np.zeros(0, dtype=np.int64)
+    monkeypatch.setattr(Order, "posts", lambda order, stage: (nothing, nothing))
+    with pytest.raises(SimulationError) as stuck:
+        simulate(program, Costs((1.0,) * 2, (1.0,) * 2))
+    assert "stage 0: waits for ever for backward 1→0 0, though" in str(stuck.value)
+    assert "this is a defect of evenpipe" in str(stuck.value)
+    assert len(str(stuck.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("time", [-1.0, math.inf, math.nan])

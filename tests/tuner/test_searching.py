@@ -6,6 +6,7 @@ import pytest
 
 from evenpipe.runtime.timing import HostClock
 from evenpipe.schedule import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Size, build
+from evenpipe.schedule.bpipe import swapped
 from evenpipe.schedule.search.costs import Part, RunCosts
 from evenpipe.tuner.pace import Pace
 from evenpipe.tuner.part_watch import PartFigures, PartWatch
@@ -34,6 +35,7 @@ def searched(found="zbv", **others):
         (costs([2.0] * STAGES), None),  # all stages alike: the order is as good as before
         (costs([1.0, 1.0, 1.0, 1.08]), None),
         (costs([1.0, 1.0, 1.0, 1.3]), "times of stages have changed by 12% beside each other"),
+        (costs().model_copy(update={"host_bytes_per_ms": 1.0}), "stages may swap to their hosts now"),
         (costs(cap=2 * STAGES - 1), "micro-batches save more, or there is less room for what they save"),
     ],
 )
@@ -52,6 +54,18 @@ def test_a_run_goes_on_with_the_orders_that_were_saved():
     assert other.program(Size(STAGES, 2 * MICRO_BATCHES, 2), "many").schedule.name == FIRST[2]
     other.begin(0, Size(STAGES, MICRO_BATCHES, 2))
     assert other.weighs  # whether times are as they were is looked at, at once
+
+
+@pytest.mark.parametrize("may", [True, False])
+def test_a_run_that_may_not_swap_forgets_saved_orders_that_do(may):
+    order = swapped(build("1f1b", Size(STAGES, MICRO_BATCHES)).schedule, [3] * STAGES)
+    saved = costs().model_copy(update={"host_bytes_per_ms": 1.0}).model_dump(mode="json")
+    loop = SearchLoop(PartWatch())
+    loop.load_state_dict({"limit_bytes": 7, "costs": saved, "orders": [str(order)]})
+    loop.join(evicts=False, swaps=may)
+    loop._forget_moves()
+    assert loop.state_dict()["orders"] == [str(order)] * may
+    assert (loop.costs.host_bytes_per_ms is not None) == may
 
 
 class Store:

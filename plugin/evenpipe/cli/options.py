@@ -28,7 +28,7 @@ from evenpipe.schedule import (
 )
 from evenpipe.schedule.search.costs import FORMAT, RunCosts
 from evenpipe.settings.spelling import command_flag, in_flags
-from evenpipe.simulate import Costs, Simulation
+from evenpipe.simulate import Costs, Simulation, SimulationError
 
 if TYPE_CHECKING:
     from evenpipe.schedule.search.search import Effort
@@ -108,7 +108,7 @@ def program_from(arguments: Namespace, queues: Queues = "many", swaps: Swaps = (
         batches = arguments.batches if arguments.batches is not None else usual
         size = Size(arguments.stages, arguments.micro_batches, arguments.chunks, arguments.group_size, batches)
         return Programs(spec, arguments.bpipe, queues, swaps)(size)
-    except ScheduleError as error:
+    except (ScheduleError, SimulationError) as error:
         raise UsageError(in_flags(error)) from error
 
 

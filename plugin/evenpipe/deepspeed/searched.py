@@ -45,7 +45,7 @@ class SearchedEngine(MeasuringEngine):
 
     def _prepare(self) -> Any:
         self.loop = self._loop()
-        self.loop.join(self._joins_partners())
+        self.loop.join(self._joins_partners(), self.evenpipe.swap is not None)
         return super()._prepare()
 
     def _loop(self) -> SearchLoop:
@@ -53,6 +53,9 @@ class SearchedEngine(MeasuringEngine):
 
     def _say(self, line: str) -> None:
         print_once(f"{self.evenpipe.schedule}: {line}")
+
+    def _swap(self) -> None:
+        """Nothing: the loop has the executor swap where an order that it has found does."""
 
     def _joins_partners(self) -> bool:
         return not self.module.dynamic_shape and not any(moved_anyway(self))

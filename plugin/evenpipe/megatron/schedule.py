@@ -283,7 +283,7 @@ class PipelineSchedule:
             pipeline.rank(),
             executor.device,
             release,
-            executor.store.recording if executor.records(program) else lambda unit: nullcontext(),
+            executor.recording(program) or (lambda unit: nullcontext()),
             self._recomputes(batch, program.schedule, pipeline.rank()),
         )
         try:
@@ -331,6 +331,10 @@ class PipelineSchedule:
         # What differs in size makes no room for what comes until it has left, and a load that waits holds compute up.
         return "one" if self.bpipe and self._sizes_differ(config) else "many"
 
+    def _swap(self) -> float | HostLimit | None:
+        """Return what the executor swaps from the first batch on."""
+        return self.swap
+
     def _joins_partners(self, batch: Batch) -> bool:
         """Return whether links between partners are opened too."""
         return self.bpipe
@@ -366,7 +370,7 @@ class PipelineSchedule:
                 self.measure,
                 partial(_count_wait, batch.config.timers) if _synchronises(batch.config) else None,
             )
-            self.executor.swap(self.swap)
+            self.executor.swap(self._swap())
             self._connected(self)
             if "split" in self.needs and dist.get_rank() == 0 and (whole := whole_layers(chunks)):
                 self.executor.observer.remark(

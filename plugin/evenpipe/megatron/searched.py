@@ -28,10 +28,11 @@ class SearchedSchedule(PipelineSchedule):
 
     Until then it is V-Min where stages have two model chunks, in a V, and ZB-H1 where they have one, with weight
     gradients at once, and layers of three in four micro-batches are recomputed, unless Megatron's settings rule that
-    out: `recomputing.obstacle`. Stages with one may evict to their partners, unless settings rule BPipe out. All orders
-    of a placement give the same losses and gradients. A call raises ScheduleError, on all ranks, where the memory holds
-    no order. `iteration` is the number of the next batch, from 0; who loads a checkpoint sets it. `tuning` may be
-    replaced before the first batch: its limit, static bytes, interval and log count. `loop` decides.
+    out: `recomputing.obstacle`. Stages with one may evict to their partners, unless settings rule BPipe out. With
+    `swaps`, all stages may swap to their hosts. All orders of a placement give the same losses and gradients. A call
+    raises ScheduleError, on all ranks, where the memory holds no order. `iteration` is the number of the next batch,
+    from 0; who loads a checkpoint sets it. `tuning` may be replaced before the first batch: its limit, static bytes,
+    interval and log count. `loop` decides.
     """
 
     offers: ClassVar[frozenset[Need]] = PipelineSchedule.offers | {"times"}
@@ -45,9 +46,11 @@ class SearchedSchedule(PipelineSchedule):
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
         effort: Effort = USUAL,
         schedule: Spec | None = None,
+        swaps: bool = False,
     ) -> None:
         self._watch = watch = PartWatch(observer, queued=lambda: queued_bytes(self._model or ()))
-        super().__init__(schedule or self.name, observer=watch, measure=measure, connected=connected)
+        swap = 1.0 if swaps else None
+        super().__init__(schedule or self.name, observer=watch, measure=measure, connected=connected, swap=swap)
         self.iteration = 0
         self.tuning = tuning
         self.loop = self._loop(watch, tuning, effort)
@@ -89,6 +92,9 @@ class SearchedSchedule(PipelineSchedule):
         self._watch.recomputes = recomputes
         return recomputes
 
+    def _swap(self) -> None:
+        """Nothing: the loop has the executor swap where an order that it has found does."""
+
     def _joins_partners(self, batch: Batch) -> bool:
         if len(batch.model) > 1 or self._sizes_differ(batch.config):
             return False
@@ -99,7 +105,7 @@ class SearchedSchedule(PipelineSchedule):
         return Room(self.tuning.limit_bytes, static_bytes)
 
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
-        self.loop.join(self._joins_partners(batch))
+        self.loop.join(self._joins_partners(batch), self.swap is not None)
         executor = super()._executor(pipeline, batch)
         executor.measure = self.measure or self.loop.weighs
         return executor

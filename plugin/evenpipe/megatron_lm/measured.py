@@ -249,7 +249,9 @@ def training_for(
     from evenpipe.megatron.searched import SearchedSchedule
 
     tuning = Tuning(0, int, config.retune_interval, log=lambda line: say_on_last_rank(f"{SEARCHED}: {line}"))
-    return SavedTraining(config, args, _SEARCHED, SearchedSchedule(tuning, observer, connected=connected))
+    return SavedTraining(
+        config, args, _SEARCHED, SearchedSchedule(tuning, observer, connected=connected, swaps=config.swap is not None)
+    )
 
 
 def measured_patches(training: Training) -> PatchSet:

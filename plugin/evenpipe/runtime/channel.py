@@ -94,7 +94,8 @@ class Channel:
         self.device = torch.device(device)
         self._group = group
         self._is_source = group.rank() == 0
-        self._awaiting = nullcontext if streams.is_asynchronous(self.device) else awaiting
+        self._waits_on_host = not streams.is_asynchronous(self.device)
+        self._awaiting = awaiting if self._waits_on_host else nullcontext
         # When nobody has it any more, or the interpreter ends.
         self._end: weakref.finalize[..., Channel] = weakref.finalize(self, _end, group)
         self._posted_later: _PostedLater | None = None
@@ -113,7 +114,7 @@ class Channel:
         """
         if not self._is_source:
             raise ValueError(f"channel {self.source} -> {self.target}: the target cannot send; open the opposite one")
-        aliases = [unrecorded(tensor.detach().contiguous()) for tensor in tensors if tensor.numel()]
+        aliases = [self._alias(tensor.detach().contiguous()) for tensor in tensors if tensor.numel()]
         return self._start(self._group.send, 1, aliases)
 
     def receive(self, buffers: Sequence[Tensor], after: Sequence[Transfer] = ()) -> Transfer:
@@ -128,8 +129,8 @@ class Channel:
             )
         if not all(buffer.is_contiguous() for buffer in buffers):
             raise ValueError("a channel receives into contiguous buffers only: pass one and copy from it")
-        aliases = [unrecorded(buffer.detach()) for buffer in buffers if buffer.numel()]
-        if not streams.is_asynchronous(self.device):
+        aliases = [self._alias(buffer.detach()) for buffer in buffers if buffer.numel()]
+        if self._waits_on_host:
             return self._receive_on_host(aliases, after)
         if not after:
             return self._start(self._group.recv, 0, aliases)
@@ -157,10 +158,14 @@ class Channel:
         """Destroy the group, once every transfer has been waited for or given up. The channel is of no use then."""
         self._end()
 
+    def _alias(self, tensor: Tensor) -> Tensor:
+        """Return what keeps the memory of `tensor`: on the host, where no stream is recorded, itself."""
+        return tensor if self._waits_on_host else unrecorded(tensor)
+
     def _start(self, operation: _Operation, peer: int, tensors: list[Tensor]) -> Transfer:
         if not tensors:
             return Transfer((), ())
-        if not streams.is_asynchronous(self.device):
+        if self._waits_on_host:
             return Transfer([operation([tensor], peer, 0) for tensor in tensors], tensors, self._awaiting)
         # Coalesced, a message is one NCCL kernel, on the stream of this group's own communicator.
         self._group._start_coalescing()

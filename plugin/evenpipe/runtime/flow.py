@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import cached_property
 from typing import NamedTuple, cast
 
 from torch import Tensor, UntypedStorage
@@ -63,7 +64,6 @@ class Flow:
         self.stepping = stepping
         self.channels = resources.connections.channels
         self.layouts = resources.layouts
-        self.evicts = program.schedule.evictions[resources.stage_index] > 0
         self.keeper, self.swaps = resources.keeper, resources.swaps_in(program)
         if self.swaps is not None:
             exposed = resources.exposed if resources.measure else None
@@ -71,14 +71,25 @@ class Flow:
         self.limit = resources.limit if self.swaps is None else None
         if self.limit is not None:
             self.limit.begin(program.schedule.actions[resources.stage_index])
-        self.records = resources.records(program)
-        self.slots_needed = _most_accepted(program.steps[resources.stage_index])
+        self.records_all = resources.records_all(program)
+        self.evicted = resources.evicted(program, in_stream=stepping is not None)
+        self.steps = program.steps[resources.stage_index]
         self.under_way: dict[Message, Transfer] = {}
         self.actions: dict[Message, Action] = {}
         self.received: dict[Message, list[Tensor]] = {}
         self.followed: dict[Message, list[_Departed]] = {}
         self.guests: dict[Unit, _Guest] = {}
         self.ahead: dict[Action, list[Tensor]] = {}  # gradients of backwards that were computed with a forward
+
+    @cached_property
+    def slots_needed(self) -> int:
+        """Return how many slots this stage's pool needs: one is held until its return is known to be complete."""
+        held = most = 0
+        for step in self.steps:
+            held -= sum(message.link.kind == "load" for message in (*step.complete, *step.follows))
+            held += step.action.kind == ACCEPT
+            most = max(most, held)
+        return most
 
     def take(self, step: Step) -> None:
         """Post receives, wait, compute or start a transfer, post what comes before the send, send."""
@@ -150,7 +161,7 @@ class Flow:
     def forward(self, unit: Unit, inputs: list[Tensor] | None, compute: _Forward | None = None) -> list[Tensor]:
         """Forward `unit`, by `compute` or the stage's own `forward`; record what it saves if the run uses that."""
         store, compute = self.resources.store, compute or self.stage.forward
-        if not self.records:
+        if not (self.records_all or self.evicted(unit)):
             return compute(unit, inputs)
         with store.recording(unit):
             outputs = compute(unit, inputs)
@@ -162,7 +173,7 @@ class Flow:
             self.swaps.seal(unit)
         elif self.limit is not None:
             self.limit.leaving(unit, store.nbytes(unit), free_to_move=0)
-        elif self.evicts:
+        elif self.evicted(unit):
             store.seal(unit, like=unit.chunk)
         return outputs
 
@@ -302,13 +313,3 @@ class Flow:
             self.complete(message)
         for guest in self.guests.values():
             self.resources.pool.release(guest.slot)
-
-
-def _most_accepted(steps: Iterable[Step]) -> int:
-    """Return how many slots an acceptor's pool needs: a slot is held until its return is known to be complete."""
-    held = most = 0
-    for step in steps:
-        held -= sum(message.link.kind == "load" for message in (*step.complete, *step.follows))
-        held += step.action.kind == ACCEPT
-        most = max(most, held)
-    return most

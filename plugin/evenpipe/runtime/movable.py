@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import SimpleNamespace
 
 import torch
@@ -77,10 +78,11 @@ def _can_be_rebuilt(tensor: Tensor) -> bool:
     )
 
 
+@cache
 def _references_of_one_holder() -> int:
     """Return what `sys.getrefcount` says of a storage that one object holds in Python.
 
-    Asked each time, because torch itself refers to a storage's Python wrapper in some releases and not in others.
+    Asked of torch, because that itself refers to a storage's Python wrapper in some releases and not in others.
     """
     tensor = torch.empty(0)
     holder = SimpleNamespace(storage=tensor.untyped_storage())

@@ -17,7 +17,7 @@ from evenpipe.runtime.memory import MemoryCounter, SlotPool
 from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.runtime.timing import Clock, Stopwatch, clock_for
-from evenpipe.schedule import SWAP_OUT, WEIGHT_GRADIENT, Action, Message, Program, Unit
+from evenpipe.schedule import EVICT, SWAP_OUT, WEIGHT_GRADIENT, Action, Message, Program, Unit
 
 if TYPE_CHECKING:
     from evenpipe.runtime.host_swaps import HostLimit, HostSwaps
@@ -52,12 +52,12 @@ class Resources:
     """The state that one stage of a pipeline keeps from batch to batch.
 
     It has the connections, the acceptor's pool, the layouts of what varies and the memory counter. `parameters` are
-    left out of what is saved and counted. Without `measure`, own activations are recorded (some 2 µs a saved
-    tensor) on stages only that evict or keep to a limit, and the counter knows of nothing else. `keeper`: of a
-    stage that recomputes or swaps what its plan chose; it records too. `swaps`: of one that swaps a share, as
-    `swap` has it. `exposed` has how long compute waited for evictions and loads, on either side, in the last
-    measured batch; `computed` has how long compute lasted in it. With `waited` every wait for a neighbour is timed,
-    for which the host waits too.
+    left out of what is saved and counted. Without `measure`, only micro-batches that are evicted are recorded (some
+    2 µs a saved tensor), and all of a stage that keeps to a limit; the counter knows of nothing else. `keeper`: of a
+    stage that recomputes or swaps what its plan chose; it records too. `swaps`: of one that swaps a share, as `swap`
+    has it. `exposed` has how long compute waited for evictions and loads, on either side, in the last measured batch;
+    `computed` has how long compute lasted in it. With `waited` every wait for a neighbour is timed, for which the host
+    waits too.
     """
 
     def __init__(
@@ -104,13 +104,18 @@ class Resources:
         """
         if all(action.kind != WEIGHT_GRADIENT for action in program.schedule.actions[self.stage_index]):
             return None
-        return self.store.recording if self.records(program) else lambda unit: nullcontext()
+        every, evicted = self.records_all(program), self.evicted(program)
+        return lambda unit: self.store.recording(unit) if every or evicted(unit) else nullcontext()
 
-    def records(self, program: Program) -> bool:
-        """Return whether forwards are recorded: what they save is evicted, measured, swapped or computed again."""
-        evicts = program.schedule.evictions[self.stage_index] > 0
+    def evicted(self, program: Program, in_stream: bool = False) -> Callable[[Unit], bool]:
+        """Return what says of a unit whether this stage evicts it; in a stream, any, if `program` evicts some."""
+        units = {action.unit for action in program.schedule.actions[self.stage_index] if action.kind == EVICT}
+        return (lambda unit: True) if in_stream and units else units.__contains__
+
+    def records_all(self, program: Program) -> bool:
+        """Return whether all forwards are recorded: what they save is measured, swapped or computed again."""
         moves = self.keeper is not None or self.swaps_in(program) is not None
-        return evicts or self.measure or moves or self.limit is not None
+        return self.measure or moves or self.limit is not None
 
     @property
     def limit(self) -> HostLimit | None:
@@ -119,6 +124,8 @@ class Resources:
 
     def swaps_in(self, program: Program) -> HostSwaps | None:
         """Return what swaps a share of what this stage saves, if it swaps any micro-batch under `program`."""
+        if self.swaps is None:
+            return None
         swaps_any = any(action.kind == SWAP_OUT for action in program.schedule.actions[self.stage_index])
         return self.swaps if swaps_any else None
 

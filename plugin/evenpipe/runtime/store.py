@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
@@ -53,14 +53,16 @@ def grouped(storages: Iterable[SavedStorage]) -> list[list[SavedStorage]]:
     """Group the storages that travel as one tensor: a large one by itself, small ones up to `PIECE_BYTES` together."""
     groups: list[list[SavedStorage]] = []
     piece: list[SavedStorage] = []
+    room = 0
     for saved in storages:
         if saved.nbytes >= SMALL_BYTES:
             groups.append([saved])
             continue
-        if not piece or _nbytes(piece) + saved.nbytes > PIECE_BYTES:
-            piece = []
+        if saved.nbytes > room:
+            piece, room = [], PIECE_BYTES
             groups.append(piece)
         piece.append(saved)
+        room -= saved.nbytes
     return groups
 
 
@@ -90,9 +92,10 @@ def unpack(tensor: Tensor, group: Sequence[SavedStorage]) -> None:
     if len(group) == 1:
         group[0].own(tensor.untyped_storage())
         return
-    for saved in group:
-        saved.own(torch.empty(saved.nbytes, dtype=torch.uint8, device=saved.device).untyped_storage())
-    torch._foreach_copy_([saved.view() for saved in group], tensor.split_with_sizes([saved.nbytes for saved in group]))
+    room = [torch.empty(saved.nbytes, dtype=torch.uint8, device=saved.device) for saved in group]
+    for saved, memory in zip(group, room, strict=True):
+        saved.own(memory.untyped_storage())
+    torch._foreach_copy_(room, tensor.split_with_sizes([saved.nbytes for saved in group]))
 
 
 def _nbytes(group: Iterable[SavedStorage]) -> int:
@@ -196,17 +199,18 @@ class ActivationStore:
         recording = self._recordings.get(key)
         if recording is None:
             return ()
-        sealed = self._free_to_move(recording)
+        handles = recording.by_storage()
+        sealed = self._free_to_move(recording, handles)
         for _ in range(_LOOKS if self._device == _HOST else 0):
             if len(sealed) >= self._most.get(like, 0):
                 break
             time.sleep(_LOOK_SECONDS)
-            sealed = self._free_to_move(recording)
+            sealed = self._free_to_move(recording, handles)
         self._most[like] = max(len(sealed), self._most.get(like, 0))
         chosen = for_host(sealed)
         for to, leaving in recording.departures.items():
             leaving.sealed = [weakref.ref(saved) for saved in sealed if (saved in chosen) == (to == "host")]
-        aside = sum(saved.nbytes for saved in recording.by_storage() if saved.movable and saved.aside)
+        aside = sum(saved.nbytes for saved in handles if saved.movable and saved.aside)
         self.aside_bytes = max(self.aside_bytes, aside)
         return tuple(saved.nbytes for saved in sealed)
 
@@ -369,12 +373,14 @@ class ActivationStore:
 
         return pack
 
-    def _free_to_move(self, recording: Recording) -> list[SavedStorage]:
+    def _free_to_move(
+        self, recording: Recording, handles: Mapping[SavedStorage, Sequence[SavedTensor]]
+    ) -> list[SavedStorage]:
         return [
             saved
-            for saved, handles in recording.by_storage().items()
+            for saved, own in handles.items()
             if self._device in (None, saved.device)
-            and may_depart(saved, [*(handle.tensor for handle in handles), *recording.attached_to(saved)])
+            and may_depart(saved, [*(handle.tensor for handle in own), *recording.attached_to(saved)])
         ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from evenpipe.runtime import streams
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import Connections
-from evenpipe.runtime.host_memory import Passage
+from evenpipe.runtime.host_memory import HostLink, Passage
 from evenpipe.schedule import Action
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Stopwatch",
     "StreamClock",
     "clock_for",
+    "copying_gbps",
     "matrix_flops",
     "sending_gbps",
 ]
@@ -169,8 +170,35 @@ def matrix_flops(device: torch.device, dtype: torch.dtype, rows: int, inner: int
 
 _FIRST_BYTES: Final = 1 << 18
 _MOST_BYTES: Final = 1 << 30
+_MOST_COPIED_BYTES: Final = 1 << 26
 _LONG_MESSAGE_SECONDS: Final = 0.01
 _BUFFER_BYTES: Final = 1 << 24
+
+
+def copying_gbps(device: torch.device) -> float:
+    """Return the GB/s (10^9 bytes/s) at which `device` copies to its host's pinned memory, and back at the same time.
+
+    Copies grow until they take a while, up to 64 MiB each way: of these there are two on the device and two on the
+    host. Nothing else may be under way. Takes some 50 ms.
+    """
+    nbytes = _FIRST_BYTES
+    while True:
+        link = HostLink(device)
+        leaving = torch.ones(nbytes, dtype=torch.uint8, device=device)
+        coming = torch.empty_like(leaving)
+        there = [link.out(leaving) for _ in range(2)]  # pins the memory, which takes time
+        for passage in there:
+            passage.wait()
+        there.pop()
+        streams.synchronize(device)
+        start = time.perf_counter()
+        for passage in (link.out(leaving), link.back(there[0].target, coming)):
+            passage.wait()
+        streams.synchronize(device)
+        elapsed = time.perf_counter() - start
+        if nbytes >= _MOST_COPIED_BYTES or elapsed >= _LONG_MESSAGE_SECONDS:
+            return nbytes / elapsed / 1e9
+        nbytes *= 4
 
 
 def sending_gbps(connections: Connections, stage: int, device: torch.device) -> float | None:

@@ -59,7 +59,7 @@ from evenpipe.schedule.passes import (
     whole_and_away,
     with_swaps,
 )
-from evenpipe.schedule.schedule import Schedule, format_grid, torch_csv
+from evenpipe.schedule.schedule import DEFECT, Schedule, format_grid, torch_csv
 from evenpipe.schedule.spec import DelayCorrection, Drawing, Need, Size, Spec
 from evenpipe.schedule.stream import Stream
 from evenpipe.schedule.table import Column, by_kind
@@ -72,6 +72,7 @@ __all__ = [
     "AUTO",
     "BACKWARD",
     "COMPUTE",
+    "DEFECT",
     "DEPARTING",
     "EVICT",
     "FORWARD",

@@ -31,7 +31,7 @@ import numpy as np
 from evenpipe.schedule.actions import Action
 from evenpipe.schedule.fused import fusable
 from evenpipe.schedule.order import Clock, Order, Queues
-from evenpipe.schedule.schedule import Fault, Schedule, fault_of, marked
+from evenpipe.schedule.schedule import DEFECT, Fault, Schedule, fault_of, marked
 from evenpipe.schedule.table import Column
 from evenpipe.schedule.topology import Gathering, Link, Message, links
 from evenpipe.schedule.wiring import Wiring
@@ -212,7 +212,6 @@ _Key = tuple[int, int, int]
 
 _NEVER: Final = np.iinfo(np.int64).max
 _NOWHERE: Final[_Key] = (-1, 0, 0)  # no action's place is below 0
-_DEFECT: Final = "this is a defect of evenpipe"
 
 
 def check_order(order: Order) -> None:
@@ -268,7 +267,7 @@ def _refuse_first(schedule: Schedule, faults: Sequence[tuple[Column, Column, str
     """Raise a fault of the first action in ``faults``: numbers of actions, which of them are wrong, and how."""
     for numbers, wrong, reason in faults:
         for action in numbers[wrong].tolist()[:1]:
-            raise fault_of(schedule, action, f"{reason}: {_DEFECT}")
+            raise fault_of(schedule, action, f"{reason}: {DEFECT}")
 
 
 def check_steps(order: Order, gatherings: Column, stage: int, steps: Sequence[Step]) -> None:
@@ -294,15 +293,15 @@ def check_steps(order: Order, gatherings: Column, stage: int, steps: Sequence[St
             begun.update((step.transfer, *step.then_post, *sent))
             if not completes or step.action != row[at]:
                 wrong = "waits for what is not under way" if not completes else f"is carried out as {step.action}"
-                raise Fault(f"{row[at]} {wrong}: {_DEFECT}", stage, at)
+                raise Fault(f"{row[at]} {wrong}: {DEFECT}", stage, at)
             for early, late in pairwise((latest, *keys)):
                 if early >= late:
                     part = ("compute", "message", "gathering")[late[1]]
                     where = f"has another place in the one order: tick {late[0]} comes after tick {early[0]}"
-                    raise Fault(f"a {part} in the step of {row[at]} {where}: {_DEFECT}", stage, at)
+                    raise Fault(f"a {part} in the step of {row[at]} {where}: {DEFECT}", stage, at)
             latest = keys[-1]
         if missing or len(steps) != len(row):
-            raise Fault(f"{row[-1]} ends what lacks a part of the one order: {_DEFECT}", stage, len(row) - 1)
+            raise Fault(f"{row[-1]} ends what lacks a part of the one order: {DEFECT}", stage, len(row) - 1)
 
 
 def _part_of(order: Order, gatherings: Column, stage: int) -> dict[Message | Gathering | None, _Key]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from evenpipe.schedule.actions import (
 from evenpipe.schedule.table import Residency, Table, residency
 from evenpipe.schedule.topology import Places, loop, parse_places
 
-__all__ = ["Fault", "Schedule", "fault_of", "format_grid", "marked", "torch_csv"]
+__all__ = ["DEFECT", "Fault", "Schedule", "fault_of", "format_grid", "marked", "torch_csv"]
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,10 @@ def format_grid(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
         pointer = "  <-- here" if mark is not None and stage == mark[0] else ""
         lines.append(f"stage {stage:<3}" + " ".join(f"{cell:<{width}}" for cell in row) + pointer)
     return "\n".join(line.rstrip() for line in lines)
+
+
+#: What an error says that no input should cause.
+DEFECT: Final = "this is a defect of evenpipe"
 
 
 class Fault(Exception):

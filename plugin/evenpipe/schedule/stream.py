@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from operator import ne
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -40,14 +40,14 @@ from evenpipe.schedule.build import build
 from evenpipe.schedule.lower import Lazy, Program, Step, check_gatherings, steps_of
 from evenpipe.schedule.order import Queues
 from evenpipe.schedule.passes import Swaps
-from evenpipe.schedule.schedule import fault_of, marked
+from evenpipe.schedule.schedule import DEFECT, fault_of, marked
 from evenpipe.schedule.spec import Size, Spec, alternate, units
 from evenpipe.schedule.table import Column, following
 from evenpipe.schedule.topology import Gathering, Message, partner
 
 __all__ = ["Stream"]
 
-_DEFECT = "this is a defect of evenpipe: report it, and run without bpipe"
+_DEFECT: Final = f"{DEFECT}: report it, and run without bpipe"
 
 
 class Stream:

@@ -139,10 +139,15 @@ CONTRADICTIONS: Final = (
     ),
     Contradiction(
         "swap",
-        lambda config: config.swap is not None and config.measures,
-        "{group_size:auto}, {schedule:searched} and {schedule:auto} choose by the memory of micro-batches that stay on "
-        "the device",
+        lambda config: config.swap is not None and config.measures and config.schedule != SEARCHED,
+        "{group_size:auto} and {schedule:auto} choose by the memory of micro-batches that stay on the device",
         "give {group_size} a number or {schedule} another name, or leave {swap} out",
+    ),
+    Contradiction(
+        "swap",
+        lambda config: config.swap not in (None, 1) and config.schedule == SEARCHED and config.measures,
+        "with {schedule:=}, all that can leave of a micro-batch is swapped, where that is faster",
+        "give {swap} a share of 1, or leave it out",
     ),
     Contradiction(
         "swap",

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from evenpipe.schedule import (
     BACKWARD,
+    DEFECT,
     INPUT_GRADIENT,
     KINDS,
     OWN_ENDS,
@@ -142,7 +143,8 @@ def _makespan(clocks: Sequence[_StageClock], network: Network) -> Time:
         message = next(walks[stage], None)
         if message is not None:
             network.waiting.setdefault(message, []).append(stage)
-    assert not network.waiting, "a program with an order ends"
+    for message, (stage, *_) in network.waiting.items():
+        raise SimulationError(clocks[stage].stuck_at(message))
     return reduce(network.later, (clock.now_ms for clock in clocks))
 
 
@@ -290,6 +292,15 @@ class _StageClock:
                 yield message
             now_ms = later(now_ms, end_ms[message])
         self.now_ms = now_ms
+
+    def stuck_at(self, message: int) -> str:
+        """Return the line on a walk that has ended at `message`, as none does of a program whose order was proved."""
+        wiring = self._wiring
+        link, micro_batch = wiring.links[wiring.link_of[message]], wiring.schedule.table.micro_batch[message]
+        return (
+            f"schedule {wiring.schedule.name}, stage {self.stage}: waits for ever for {link} {micro_batch}, though the "
+            f"schedule was proved to end: {DEFECT}: report it, with the schedule"
+        )
 
     def result(
         self,

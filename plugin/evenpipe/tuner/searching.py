@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.resources import highest_of_all
-from evenpipe.runtime.timing import sending_gbps
+from evenpipe.runtime.timing import copying_gbps, sending_gbps
 from evenpipe.schedule import (
     BACKWARD,
     INPUT_GRADIENT,
     SEARCHED,
+    SWAP_OUT,
     WEIGHT_GRADIENT,
     Action,
     Places,
@@ -82,7 +83,7 @@ class SearchLoop:
         effort: Effort = USUAL,
     ) -> None:
         self.costs: RunCosts | None = None
-        self._evicts = False
+        self._evicts = self._swaps = False
         self._remedy = ""
         self._watch = watch
         self._pace = Pace(interval)
@@ -105,9 +106,13 @@ class SearchLoop:
         """Return whether the executor is to measure what the next batch saves."""
         return self._look == "weigh"
 
-    def join(self, evicts: bool) -> None:
-        """Before a batch: partners are joined, so orders may evict to them, and how fast that is is measured too."""
-        self._evicts = evicts
+    def join(self, evicts: bool, swaps: bool = False) -> None:
+        """Before a batch: say where orders may move activations, which has those links measured too.
+
+        `evicts`: to partners, which are joined then. `swaps`: to hosts; where an order does, the executor swaps all
+        that can leave.
+        """
+        self._evicts, self._swaps = evicts, swaps
 
     def begin(self, iteration: int, size: Size) -> None:
         """Before anything of a batch of this size: see whether it is looked at."""
@@ -123,10 +128,7 @@ class SearchLoop:
 
         Raises ScheduleError, on all ranks, where the memory holds none.
         """
-        if not self._evicts and self.costs is not None and self.costs.peer_bytes_per_ms is not None:
-            # They are of a run that could, and saved them.
-            self.costs = self.costs.model_copy(update={"peer_bytes_per_ms": None})
-            self._found = {count: found for count, found in self._found.items() if not any(found.evictions)}
+        self._forget_moves()
         if self._look == "weigh":
             self._watch.clear()
             self._watch.store = executor.store
@@ -135,6 +137,8 @@ class SearchLoop:
             self._announce(size)
             self._found[size.micro_batches] = self._decided(self.costs, size, queues)
             self._programs.clear()
+        if executor.swaps is None and any(map(_swaps, self._found.values())):
+            executor.swap(1.0)
 
     def program(self, size: Size, queues: Queues) -> Program:
         """Return what carries out a batch of this size."""
@@ -186,6 +190,17 @@ class SearchLoop:
         if not self._looks_again:
             self._look = None
         self._programs.clear()
+
+    def _forget_moves(self) -> None:
+        """Forget links, and orders that use them, of a run that could and saved them, where this one may not."""
+        if self.costs is None:
+            return
+        if not self._evicts and self.costs.peer_bytes_per_ms is not None:
+            self.costs = self.costs.model_copy(update={"peer_bytes_per_ms": None})
+            self._found = {count: found for count, found in self._found.items() if not any(found.evictions)}
+        if not self._swaps and self.costs.host_bytes_per_ms is not None:
+            self.costs = self.costs.model_copy(update={"host_bytes_per_ms": None})
+            self._found = {count: found for count, found in self._found.items() if not _swaps(found)}
 
     def _forget(self) -> None:
         self.costs, self._found = None, {}
@@ -255,6 +270,7 @@ class SearchLoop:
             message_ms=message_ms,
             memory_bytes=caps,
             peer_bytes_per_ms=self._peer_bytes_per_ms(executor),
+            host_bytes_per_ms=self._host_bytes_per_ms(executor),
         )
 
     def _peer_bytes_per_ms(self, executor: Executor) -> float | None:
@@ -264,6 +280,13 @@ class SearchLoop:
         gbps = sending_gbps(executor.connections, executor.stage_index, executor.device)
         [byte_ms] = highest_of_all([0.0 if gbps is None else 1e-6 / gbps], executor.device)
         return 1 / byte_ms if byte_ms else None
+
+    def _host_bytes_per_ms(self, executor: Executor) -> float | None:
+        """Return how fast the slowest stage copies to its host, all at once; None where none may."""
+        if not self._swaps:
+            return None
+        [byte_ms] = highest_of_all([1e-6 / copying_gbps(executor.device)], executor.device)
+        return float(1 / byte_ms)
 
     def _check_room(self, parts: Sequence[Part], places: Places, caps: Sequence[int]) -> None:
         """Raise ScheduleError where a stage cannot hold one micro-batch, which is the least of any order."""
@@ -280,6 +303,8 @@ class SearchLoop:
 
     def _outdated(self, before: RunCosts, now: RunCosts, stages: int) -> str | None:
         """Return why the orders for the costs of `before` are not those of `now`; None where they still are."""
+        if before.host_bytes_per_ms is None and now.host_bytes_per_ms is not None:
+            return "stages may swap to their hosts now"
         changed = _changed(before, now, stages)
         if changed > EXPECTED.stage:
             return f"times of stages have changed by {changed:.0%} beside each other"
@@ -295,6 +320,11 @@ def _placement(places: Places) -> Placement:
     if places.chunks == 1:
         return "straight"
     return "loop" if places == loop(places.stages, places.chunks) else "vee"
+
+
+def _swaps(schedule: Schedule) -> int:
+    """Return how many times stages swap a micro-batch to their hosts."""
+    return sum(action.kind == SWAP_OUT for row in schedule.actions for action in row)
 
 
 def _at_once(schedule: Schedule) -> Schedule:
@@ -362,4 +392,5 @@ def _said(found: Any, costs: RunCosts, seconds: float) -> str:
             else ""
         )
         + (f"; stages evict {sum(schedule.evictions)} times to partners" if any(schedule.evictions) else "")
+        + (f"; stages swap {count} times to their hosts" if (count := _swaps(schedule)) else "")
     )

@@ -51,12 +51,18 @@ class _SavedTensors:
     def __get__(self, context: Any, owner: type | None = None) -> Any:
         if context is None:
             return self
-        return tuple(_itself(tensor) for tensor in self._original.__get__(context, owner))
+        saved = self._original.__get__(context, owner)
+        return tuple(map(_itself, saved)) if any(map(_is_of_a_leaf, saved)) else saved
+
+
+def _is_of_a_leaf(tensor: Tensor | None) -> bool:
+    """Return whether `tensor` was made from a leaf on its way through hooks."""
+    return tensor is not None and tensor.requires_grad and tensor.is_leaf and type(tensor) is not Parameter
 
 
 def _itself(tensor: Tensor | None) -> Tensor | None:
     """Return the leaf that was saved, if `tensor` was made from one. It lives as long as its gradient is expected."""
-    if tensor is None or not tensor.requires_grad or not tensor.is_leaf or type(tensor) is Parameter:
+    if tensor is None or not _is_of_a_leaf(tensor):
         return tensor
     with torch.enable_grad():
         view = tensor.expand_as(tensor)  # as Megatron does, and Transformer Engine expects

@@ -165,20 +165,19 @@ def _generator() -> torch.Generator:
     return torch.default_generator
 
 
-def _is_cuda(device: object) -> bool:
-    import torch
-
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.partition(":")[0] == "cuda"
-
-
 def _replacing_cuda(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Any argument that names a CUDA device names `device` instead."""
+    kind = type(device)
+
+    def is_cuda(argument: object) -> bool:
+        if isinstance(argument, kind):
+            return argument.type == "cuda"
+        return isinstance(argument, str) and argument.partition(":")[0] == "cuda"
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(device if _is_cuda(argument) else argument for argument in args)
-        if _is_cuda(kwargs.get("device")):
+        if any(map(is_cuda, args)):
+            args = tuple(device if is_cuda(argument) else argument for argument in args)
+        if is_cuda(kwargs.get("device")):
             kwargs["device"] = device
         return original(*args, **kwargs)
 
