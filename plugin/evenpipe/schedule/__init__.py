@@ -56,16 +56,14 @@ from evenpipe.schedule.passes import (
     swapped_at_once,
     swapping,
     swapping_at,
-    whole_and_away,
     with_swaps,
 )
-from evenpipe.schedule.schedule import Schedule, format_grid, torch_csv
+from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import DelayCorrection, Drawing, Need, Size, Spec
 from evenpipe.schedule.stream import Stream
 from evenpipe.schedule.table import Column, by_kind
 from evenpipe.schedule.topology import Gathering, Link, Message, Place, Places, links, loop, partner, vee
 from evenpipe.schedule.verify import reordered, verify
-from evenpipe.schedule.wiring import Wiring
 
 __all__ = [
     "ACCEPT",
@@ -120,7 +118,6 @@ __all__ = [
     "Stream",
     "Swaps",
     "Unit",
-    "Wiring",
     "awaited_swaps",
     "balance",
     "batch_of",
@@ -129,7 +126,6 @@ __all__ = [
     "check_offers",
     "choose",
     "find",
-    "format_grid",
     "fused_form",
     "links",
     "loop",
@@ -148,10 +144,8 @@ __all__ = [
     "swapped_at_once",
     "swapping",
     "swapping_at",
-    "torch_csv",
     "vee",
     "verify",
-    "whole_and_away",
     "with_swaps",
     "without_cycle_collector",
 ]
