@@ -26,7 +26,8 @@ from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import GAINING, LevelsOfStages, Link, Program, Programs, Size, build, links, loop
 from evenpipe.schedule.swap_room import Saved, SwapRoom
 from evenpipe.simulate import Costs, Wire, simulate
-from evenpipe.tuner.searching import UNDER_WAY, Room
+from evenpipe.tuner.process_memory import Room
+from evenpipe.tuner.searching import UNDER_WAY
 from evenpipe.tuner.swapping import SwapLoop
 
 # Long enough for every process to have left the broadcast of the start.

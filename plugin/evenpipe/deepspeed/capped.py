@@ -11,7 +11,6 @@ from evenpipe.deepspeed.measuring import MeasuringEngine
 from evenpipe.deepspeed.section import NAME
 from evenpipe.runtime.host_swaps import HostLimit
 from evenpipe.schedule import Program, ScheduleError, Size
-from evenpipe.tuner.searching import Room
 from evenpipe.tuner.swapping import SwapLoop
 from evenpipe.upstream.ending import end_job
 
@@ -45,15 +44,9 @@ class CappedEngine(MeasuringEngine):
     def _program(self, size: Size) -> Program:
         return self._swap_loop.programs(self._programs, size)(size)
 
-    def _train(self, micro_batches: int) -> None:
-        before, self.executor.measure = self.executor.measure, self.executor.measure or self._swap_loop.weighs
-        try:
-            super()._train(micro_batches)
-        finally:
-            self.executor.measure = before
-
-    def _room(self) -> Room:
-        return Room(self._limit_bytes, self._static_bytes())
+    @property
+    def _weighs(self) -> bool:
+        return self._swap_loop.weighs
 
     def _state(self) -> None:
         return None

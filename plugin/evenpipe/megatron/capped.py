@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from evenpipe.megatron.adaptive.schedule import Tuning
-from evenpipe.megatron.adaptive.static_memory import workspace_bytes
 from evenpipe.megatron.grouping import group_size
 from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.stage import Batch
-from evenpipe.runtime.executor import Executor, Observer
+from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import Program, Size, Spec
-from evenpipe.tuner.searching import Room
 from evenpipe.tuner.swapping import SwapLoop
 
 __all__ = ["CappedSchedule"]
@@ -51,14 +47,8 @@ class CappedSchedule(PipelineSchedule):
         chunks, config = len(call.batch.model), call.batch.config
         size = Size(call.pipeline.size(), call.batch.num_microbatches, chunks, group_size(config, self.group_size))
         executor = self._executor(call.pipeline, call.batch)
-        self.loop.end(executor, size, lambda: self._room(executor), self.programs)
+        self.loop.end(executor, size, lambda: self.tuning.room(executor), self.programs)
         return losses
 
-    def _room(self, executor: Executor) -> Room:
-        static_bytes = self.tuning.static_bytes() + workspace_bytes() + executor.connections.device_bytes
-        return Room(self.tuning.limit_bytes, static_bytes)
-
-    def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
-        executor = super()._executor(pipeline, batch)
-        executor.measure = self.measure or self.loop.weighs
-        return executor
+    def _weighs(self, batch: Batch) -> bool:
+        return self.loop.weighs

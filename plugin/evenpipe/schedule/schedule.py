@@ -13,13 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from evenpipe.schedule.actions import (
-    EVICT,
-    KINDS,
-    Action,
-    ScheduleError,
-    parse,
-)
+from evenpipe.schedule.actions import EVICT, KINDS, Action, ScheduleError, parse
 from evenpipe.schedule.table import Residency, Table, residency
 from evenpipe.schedule.topology import Places, loop, parse_places
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from evenpipe.schedule import Programs, Size, Spec, needs_of
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.tuned import print_once
-from evenpipe.tuner.process_memory import limit_bytes
-from evenpipe.tuner.searching import Room
+from evenpipe.tuner.process_memory import Room, limit_bytes
 from evenpipe.tuner.swapping import SwapLoop
 
 __all__ = ["SwapTuning"]
@@ -52,11 +51,8 @@ class SwapTuning:
         """Return what the pipeline's `step` returns."""
         pipeline, executor = self._pipeline, self._pipeline.executor
         pipeline.program = self.loop.programs(self._plain, self._size)(self._size)
-        before, executor.measure = executor.measure, executor.measure or self.loop.weighs
-        try:
+        with executor.measuring(self.loop.weighs):
             loss = pipeline.step(*batch, **named)
-        finally:
-            executor.measure = before
         self.loop.end(executor, self._size, self._room, self._plain)
         return loss
 

@@ -11,7 +11,8 @@ from evenpipe.runtime.host_swaps import HostLimit
 from evenpipe.runtime.resources import highest_of_all
 from evenpipe.schedule import LEVELS, Level, LevelsOfStages, Programs, Schedule, ScheduleError, Size, swapping_at
 from evenpipe.schedule.swap_room import Saved, SwapRoom
-from evenpipe.tuner.searching import UNDER_WAY, Room
+from evenpipe.tuner.process_memory import Room
+from evenpipe.tuner.searching import UNDER_WAY
 
 __all__ = ["SwapLoop"]
 
