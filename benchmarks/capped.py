@@ -29,7 +29,8 @@ from evenpipe.schedule import GAINING, LEVELS, LevelsOfStages, Program, Programs
 from evenpipe.schedule.swap_room import Saved, SwapRoom
 from evenpipe.simulate import simulate
 from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of
-from evenpipe.tuner.searching import UNDER_WAY, Room
+from evenpipe.tuner.process_memory import Room
+from evenpipe.tuner.searching import UNDER_WAY
 from evenpipe.tuner.swapping import SwapLoop
 
 # Long enough for every process to have left the broadcast of the start.

@@ -78,7 +78,7 @@ def test_the_function_that_fits_is_imported_when_it_is_asked_for() -> None:
         import evenpipe
         assert [name for name in sys.modules if name.startswith("evenpipe")] == ["evenpipe"]
         assert "torch" not in sys.modules
-        assert evenpipe.fit.__module__ == "evenpipe.fitting.answering"
+        assert evenpipe.fit.__module__ == "evenpipe.fitting.megatron"
         assert "megatron.core" not in sys.modules
     """)
 

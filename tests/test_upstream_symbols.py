@@ -31,28 +31,24 @@ SOURCE: Final = Path(evenpipe.__file__).parent
 FRAMEWORKS: Final = ("megatron", "megatron_lm", "fitting", "deepspeed")
 ROOMS: Final = (*FRAMEWORKS, "two_bw", "runtime", "torch", "train")
 PACKAGES: Final = ("megatron", "deepspeed")
-LISTS: Final = ("symbols.py", "supported.py")
+LISTS: Final = ("symbols.py", "two_bw_symbols.py", "supported.py")
 
 #: An instance or class in its own methods; `ctx` of an autograd function, which is made to be written to.
 OWN: Final = frozenset(("self", "cls", "ctx"))
 #: By file, names of objects of EvenPipe, of Python or of rich: what is set on them is nobody else's business.
 OURS: Final = {
     "deepspeed/adaptive.py": ("_watch",),
-    "deepspeed/capped.py": ("executor",),
     "deepspeed/measuring.py": ("executor", "_watch"),
     "deepspeed/engine.py": ("cut",),
-    "deepspeed/log.py": ("executor",),
     "deepspeed/planned/stage.py": ("executor",),
     "deepspeed/two_bw/drain_at_end.py": ("destroy_process_group",),
-    "megatron/adaptive/schedule.py": ("executor",),
     "megatron/bridge.py": ("schedule",),
-    "megatron/capped.py": ("executor",),
     "fitting/source.py": ("given",),
     "megatron/cpu_mode/core.py": ("logger",),
     "megatron_lm/layout_model.py": ("sys",),
     "megatron/schedule.py": ("executor",),
     "megatron_lm/measured.py": ("schedule",),
-    "megatron/searched.py": ("executor", "_watch"),
+    "megatron/searched.py": ("_watch",),
     "megatron_lm/log.py": ("_schedule", "schedule"),
     "megatron/train_engine/engine.py": ("adaptive",),
     "runtime/host_memory.py": ("block",),
@@ -60,7 +56,7 @@ OURS: Final = {
     "runtime/memory.py": ("slot",),
     "runtime/heartbeat.py": ("_life",),
     "runtime/store.py": ("coming", "counter", "leaving", "saved"),
-    "torch/capped.py": ("executor", "pipeline"),
+    "torch/capped.py": ("pipeline",),
     "torch/two_bw.py": ("pipeline",),
     "train/muon.py": ("optimizer",),
     "torch/hf/callbacks.py": ("control", "handler", "state"),  # transformers' own for callbacks, made there

@@ -76,7 +76,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _run(arguments: Namespace) -> None:
-    from evenpipe.schedule.search.measured import costs_of_trace
+    from evenpipe.report.traced_costs import costs_of_trace
 
     try:
         costs = costs_of_trace(

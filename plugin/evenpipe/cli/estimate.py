@@ -30,10 +30,10 @@ from evenpipe.descriptions import (
 from evenpipe.planner.arguments import Values
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.features import add_features, features_of
-from evenpipe.planner.flag_needs import Given, without_effect
 from evenpipe.planner.quantized import Quantized
 from evenpipe.planner.run import Attention, EstimateError, Placement, Recompute, Run
 from evenpipe.planner.search.balanced_layout import Layout
+from evenpipe.recipes.flag_needs import Given, without_effect
 from evenpipe.settings.spelling import in_flags
 
 __all__ = [

@@ -17,8 +17,8 @@ from evenpipe.cli.parser import UsageError
 from evenpipe.descriptions import Cluster, DescriptionError, cluster, framework
 from evenpipe.planner.arguments import FlagError, Pipelined, Values, model_of, run_of
 from evenpipe.planner.estimate import Estimator
-from evenpipe.planner.flag_needs import Given, without_effect
 from evenpipe.planner.run import EstimateError
+from evenpipe.recipes.flag_needs import Given, without_effect
 from evenpipe.recipes.surroundings import expandable, in_megatron, smallest_cluster
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import FLAGS, in_flags

@@ -21,18 +21,48 @@ from evenpipe.cli.shown import DRAWN_WIDTH, console_of, print_table
 from evenpipe.cli.values import output_file, write
 from evenpipe.report.files import write_atomically
 from evenpipe.report.grid import timeline_grid
-from evenpipe.schedule import Schedule, ScheduleError, torch_csv
+from evenpipe.schedule import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Kind,
+    Schedule,
+    ScheduleError,
+)
 from evenpipe.simulate import Costs, Wire, simulate
 
-__all__ = ["add_to"]
+__all__ = ["add_to", "torch_csv"]
 
 EVENPIPE: Final = "evenpipe"
 _DRAWN_AT_MOST: Final = 20_000  # actions; more are pages that nobody reads
-#: What --out writes.
-FORMATS: Final[Mapping[str, Callable[[Schedule], str]]] = MappingProxyType({EVENPIPE: str, "torch-csv": torch_csv})
-
+#: What torch calls each kind of compute.
+_LETTERS: Final[dict[Kind, str]] = {FORWARD: "F", BACKWARD: "B", INPUT_GRADIENT: "I", WEIGHT_GRADIENT: "W"}
 # A schedule has no times of its own; it is drawn with the usual ratios: a backward takes two forwards, a transfer half.
 _FORWARD_MS, _BACKWARD_MS, _TRANSFER_MS = 1.0, 2.0, 0.5
+
+
+def torch_csv(schedule: Schedule) -> str:
+    """One line a stage of the pipeline (torch's rank), such as ``0F0,0F1,4F0``: what torch calls stage is a position.
+
+    A position is a part of the model, counted from its start; torch knows compute only. Raises :class:`ScheduleError`
+    for a schedule with actions that torch has none for.
+    """
+    places = schedule.places
+    lines = []
+    for stage, row in enumerate(schedule.actions):
+        words = []
+        for action in row:
+            if action.kind not in COMPUTE:
+                raise ScheduleError(f"{action}: torch's tables have compute only: use another schedule, without bpipe")
+            words.append(f"{places.position(stage, action.chunk)}{_LETTERS[action.kind]}{action.micro_batch}")
+        lines.append(",".join(words))
+    return "\n".join(lines) + "\n"
+
+
+#: What --out writes.
+FORMATS: Final[Mapping[str, Callable[[Schedule], str]]] = MappingProxyType({EVENPIPE: str, "torch-csv": torch_csv})
 
 
 def add_to(commands: Commands) -> None:

@@ -12,7 +12,6 @@ from evenpipe.deepspeed.section import NAME
 from evenpipe.runtime.host_swaps import HostLimit
 from evenpipe.runtime.recomputed_layers import recomputing_layers, stateless
 from evenpipe.schedule import Program, ScheduleError, Size
-from evenpipe.tuner.searching import Room
 from evenpipe.tuner.swapping import SwapLoop
 from evenpipe.upstream.ending import end_job
 
@@ -47,14 +46,13 @@ class CappedEngine(MeasuringEngine):
 
     def _train(self, micro_batches: int) -> None:
         able, loop = self._able(), self._swap_loop
-        before, self.executor.measure = self.executor.measure, self.executor.measure or loop.weighs
         loop.begin(self.executor, [able])
-        layers = loop.layers(self._programs, self._size(micro_batches))
-        try:
-            with recomputing_layers(able[:layers]):
-                super()._train(micro_batches)
-        finally:
-            self.executor.measure = before
+        with recomputing_layers(able[: loop.layers(self._programs, self._size(micro_batches))]):
+            super()._train(micro_batches)
+
+    @property
+    def _weighs(self) -> bool:
+        return self._swap_loop.weighs
 
     def _size(self, micro_batches: int) -> Size:
         return Size(self.num_stages, micro_batches, group_size=self.group_size)
@@ -69,9 +67,6 @@ class CappedEngine(MeasuringEngine):
         if recomputes or splits or self.is_model_parallel:
             return []
         return stateless([layer for layer in self.module.forward_funcs if isinstance(layer, nn.Module)])
-
-    def _room(self) -> Room:
-        return Room(self._limit_bytes, self._static_bytes())
 
     def _state(self) -> None:
         return None

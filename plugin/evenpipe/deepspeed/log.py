@@ -55,14 +55,11 @@ def log_batch(engine: Any) -> Iterator[None]:
         return
     # A batch of 2bw begins in the one before.
     begun = [engine.global_steps + 1] if steps is None else [engine.global_steps + 1, engine.global_steps + 2]
-    measured, wanted = executor.measure, any(number % every == 0 for number in begun)
-    if wanted and not measured:
-        executor.measure = True
+    wanted = any(number % every == 0 for number in begun)
+    if wanted and not executor.measure:
         executor.counter.reset_peak()
-    try:
+    with executor.measuring(wanted):
         yield
-    finally:
-        executor.measure = measured
     iteration, stage, stages = engine.global_steps, engine.stage_id, engine.num_stages
     if steps is not None:
         steps.iteration_ended(iteration, stage)

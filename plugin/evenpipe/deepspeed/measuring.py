@@ -16,7 +16,7 @@ from evenpipe.settings.contradictions import CONTRADICTIONS_ON_CPU, contradictio
 from evenpipe.settings.spelling import SECTION
 from evenpipe.tuner.loop import AdaptiveLoop
 from evenpipe.tuner.part_watch import PartWatch
-from evenpipe.tuner.process_memory import limit_bytes, storage_bytes
+from evenpipe.tuner.process_memory import Room, limit_bytes, storage_bytes
 from evenpipe.tuner.searching import SearchLoop
 
 __all__ = ["MeasuringEngine"]
@@ -65,14 +65,14 @@ class MeasuringEngine(EvenPipeEngine):
     def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
         """Take the state of the loop whose checkpoint was loaded; None where there is none."""
 
+    @property
+    def _weighs(self) -> bool:
+        """Return whether the store is to know what the micro-batches of the next batch save."""
+        return self._watch.store is not None
+
     def _train(self, micro_batches: int) -> None:
-        """Carry out a batch; the store knows what micro-batches save if they are weighed."""
-        before = self.executor.measure
-        self.executor.measure = before or self._watch.store is not None
-        try:
+        with self.executor.measuring(self._weighs):
             super()._train(micro_batches)
-        finally:
-            self.executor.measure = before
 
     def _kept_bytes(self, unit: Unit) -> int:
         """Return bytes of what the engine keeps of a micro-batch beside what autograd saves."""
@@ -82,3 +82,6 @@ class MeasuringEngine(EvenPipeEngine):
 
     def _static_bytes(self) -> int:
         return static_bytes(self) + self.executor.connections.device_bytes
+
+    def _room(self) -> Room:
+        return Room(self._limit_bytes, self._static_bytes())

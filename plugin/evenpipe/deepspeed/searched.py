@@ -13,7 +13,7 @@ from evenpipe.deepspeed.section import NAME
 from evenpipe.deepspeed.unsupported import moved_anyway
 from evenpipe.schedule import Program, ScheduleError, Size
 from evenpipe.tuner.choosing import ChoiceLoop
-from evenpipe.tuner.searching import Room, SearchLoop
+from evenpipe.tuner.searching import SearchLoop
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["ChoosingEngine", "SearchedEngine"]
@@ -62,9 +62,6 @@ class SearchedEngine(MeasuringEngine):
 
     def _program(self, size: Size) -> Program:
         return self.loop.program(size, self._programs.queues)
-
-    def _room(self) -> Room:
-        return Room(self._limit_bytes, self._static_bytes())
 
     def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
         wanted = self._limit_bytes, self.num_stages

@@ -9,14 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from evenpipe.megatron.adaptive.schedule import Tuning
-from evenpipe.megatron.adaptive.static_memory import workspace_bytes
 from evenpipe.megatron.grouping import group_size
 from evenpipe.megatron.recomputing import layers_of, obstacle, recomputing
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Program, Size, Spec
-from evenpipe.tuner.searching import Room
 from evenpipe.tuner.swapping import SwapLoop
 
 __all__ = ["CappedSchedule"]
@@ -53,7 +51,7 @@ class CappedSchedule(PipelineSchedule):
         losses = self._timed(self._carry_out, call)
         size = self._size(call)
         executor = self._executor(call.pipeline, call.batch)
-        self.loop.end(executor, size, lambda: self._room(executor), self.programs)
+        self.loop.end(executor, size, lambda: self.tuning.room(executor), self.programs)
         return losses
 
     def _carry_out(self, call: Call) -> list[Any]:
@@ -67,13 +65,11 @@ class CappedSchedule(PipelineSchedule):
         grouped = group_size(call.batch.config, self.group_size)
         return Size(call.pipeline.size(), call.batch.num_microbatches, len(call.batch.model), grouped)
 
-    def _room(self, executor: Executor) -> Room:
-        static_bytes = self.tuning.static_bytes() + workspace_bytes() + executor.connections.device_bytes
-        return Room(self.tuning.limit_bytes, static_bytes)
+    def _weighs(self, batch: Batch) -> bool:
+        return self.loop.weighs
 
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
         executor = super()._executor(pipeline, batch)
-        executor.measure = self.measure or self.loop.weighs
         if self.loop.weighs:
             able = obstacle(batch.config, batch.model) is None
             self.loop.begin(executor, [layers_of(chunk) if able else [] for chunk in batch.model])

@@ -344,6 +344,10 @@ class PipelineSchedule:
         names = ("num_moe_experts", "variable_seq_lengths", "num_microbatches_with_partial_activation_checkpoints")
         return any(getattr(config, name, None) for name in names)
 
+    def _weighs(self, batch: Batch) -> bool:
+        """Return whether a batch is measured even without `measure`."""
+        return False
+
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
         chunks = list(batch.model)
         if self._model is not None and [*map(id, self._model)] != [*map(id, chunks)]:
@@ -377,7 +381,7 @@ class PipelineSchedule:
                     f"{whole} layers of this stage compute the gradients of their weights in the first half of a "
                     "backward: make them with delay_wgrad_compute, as EvenPipe's flags do in scripts of Megatron-LM"
                 )
-        self.executor.measure = self.measure
+        self.executor.measure = self.measure or self._weighs(batch)
         return self.executor
 
 

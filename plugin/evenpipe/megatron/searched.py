@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from evenpipe.megatron.adaptive.schedule import Tuning
-from evenpipe.megatron.adaptive.static_memory import workspace_bytes
 from evenpipe.megatron.recomputing import obstacle
 from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.stage import Batch
@@ -18,7 +17,7 @@ from evenpipe.runtime.weight_gradients import queued_bytes
 from evenpipe.schedule import SEARCHED, Need, Program, Schedule, Size, Spec, Unit
 from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.tuner.part_watch import PartWatch
-from evenpipe.tuner.searching import Room, SearchLoop
+from evenpipe.tuner.searching import SearchLoop
 
 __all__ = ["SearchedSchedule"]
 
@@ -82,7 +81,7 @@ class SearchedSchedule(PipelineSchedule):
         self.loop.prepare(executor, size, self.programs.queues)
         losses = self._timed(self._carry_out, call)
         self.iteration += 1
-        self.loop.end(executor, self.iteration, size, lambda: self._room(executor))
+        self.loop.end(executor, self.iteration, size, lambda: self.tuning.room(executor))
         return losses
 
     def _recomputes(self, batch: Batch, schedule: Schedule, stage: int) -> Callable[[Unit], bool]:
@@ -100,15 +99,12 @@ class SearchedSchedule(PipelineSchedule):
             return False
         return next(refused_settings(batch.config, bpipe=True), None) is None
 
-    def _room(self, executor: Executor) -> Room:
-        static_bytes = self.tuning.static_bytes() + workspace_bytes() + executor.connections.device_bytes
-        return Room(self.tuning.limit_bytes, static_bytes)
+    def _weighs(self, batch: Batch) -> bool:
+        return self.loop.weighs
 
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
         self.loop.join(self._joins_partners(batch), self.swap is not None)
-        executor = super()._executor(pipeline, batch)
-        executor.measure = self.measure or self.loop.weighs
-        return executor
+        return super()._executor(pipeline, batch)
 
 
 def _three_in_four(unit: Unit) -> bool:

@@ -15,8 +15,9 @@ from evenpipe.megatron.cpu_mode.scripts import script_patches as cpu_script_patc
 from evenpipe.megatron.planned_layout import half_layers
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
-from evenpipe.megatron.symbols import CHUNKS, OVERLAPPING, QUANTISED, TWO_BW, layer_kinds, without_processes
+from evenpipe.megatron.symbols import CHUNKS, OVERLAPPING, layer_kinds, without_processes
 from evenpipe.megatron.train_engine.stock import reporting_to
+from evenpipe.megatron.two_bw_symbols import QUANTISED, TWO_BW
 from evenpipe.megatron.vee import vee_patches
 from evenpipe.megatron.weight_gradients import linear_layers
 from evenpipe.megatron_lm.chunks import chunk_patches

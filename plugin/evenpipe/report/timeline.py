@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from evenpipe.schedule import COMPUTE, KINDS, UPDATE, Action, batch_of, required_version
 from evenpipe.simulate import Simulation, Span
 
-__all__ = ["StageMemory", "Timeline", "perfetto_trace"]
+__all__ = ["TRACE", "StageMemory", "Timeline", "perfetto_trace"]
+
+TRACE: Final = "evenpipe.trace/1"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def perfetto_trace(timeline: Timeline) -> dict[str, Any]:
             events.append(_event(stage, thread, span))
         events.extend(_metadata("thread_name", stage, thread, name=name) for thread, name in threads.items())
     return {
-        "format": "evenpipe.trace/1",
+        "format": TRACE,
         "displayTimeUnit": "ms",
         "otherData": {"title": timeline.title},
         "traceEvents": events,

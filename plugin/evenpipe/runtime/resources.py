@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -85,6 +85,15 @@ class Resources:
         self.clock = clock_for(device)
         self.exposed = Stopwatch(self.clock)
         self.computed = Stopwatch(self.clock)
+
+    @contextmanager
+    def measuring(self, also: bool) -> Iterator[None]:
+        """Measure the batches that are carried out inside, if `also` says so or they would be anyway."""
+        before, self.measure = self.measure, self.measure or also
+        try:
+            yield
+        finally:
+            self.measure = before
 
     def swap(self, share: float | HostLimit | None) -> None:
         """Have this stage swap at most a `share` of what each micro-batch saves, or what keeps it to a limit.

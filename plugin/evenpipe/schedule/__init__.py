@@ -56,16 +56,14 @@ from evenpipe.schedule.passes import (
     swapped_at_once,
     swapping,
     swapping_at,
-    whole_and_away,
     with_swaps,
 )
-from evenpipe.schedule.schedule import DEFECT, Schedule, format_grid, torch_csv
+from evenpipe.schedule.schedule import DEFECT, Schedule
 from evenpipe.schedule.spec import DelayCorrection, Drawing, Need, Size, Spec
 from evenpipe.schedule.stream import Stream
 from evenpipe.schedule.table import Column, by_kind
 from evenpipe.schedule.topology import Gathering, Link, Message, Place, Places, links, loop, partner, vee
 from evenpipe.schedule.verify import reordered, verify
-from evenpipe.schedule.wiring import Wiring
 
 __all__ = [
     "ACCEPT",
@@ -121,7 +119,6 @@ __all__ = [
     "Stream",
     "Swaps",
     "Unit",
-    "Wiring",
     "awaited_swaps",
     "balance",
     "batch_of",
@@ -130,7 +127,6 @@ __all__ = [
     "check_offers",
     "choose",
     "find",
-    "format_grid",
     "fused_form",
     "links",
     "loop",
@@ -149,10 +145,8 @@ __all__ = [
     "swapped_at_once",
     "swapping",
     "swapping_at",
-    "torch_csv",
     "vee",
     "verify",
-    "whole_and_away",
     "with_swaps",
     "without_cycle_collector",
 ]

@@ -1,6 +1,6 @@
 """A schedule: for each stage, which actions happen in which order.
 
-An immutable value, and a text: EvenPipe's own format, the table that torch reads, and a grid that shows a fault.
+An immutable value, and a text: EvenPipe's own format, and a grid that shows a fault.
 """
 
 from __future__ import annotations
@@ -14,23 +14,11 @@ from typing import Final
 
 import numpy as np
 
-from evenpipe.schedule.actions import (
-    BACKWARD,
-    COMPUTE,
-    EVICT,
-    FORWARD,
-    INPUT_GRADIENT,
-    KINDS,
-    WEIGHT_GRADIENT,
-    Action,
-    Kind,
-    ScheduleError,
-    parse,
-)
+from evenpipe.schedule.actions import EVICT, KINDS, Action, ScheduleError, parse
 from evenpipe.schedule.table import Residency, Table, residency
 from evenpipe.schedule.topology import Places, loop, parse_places
 
-__all__ = ["DEFECT", "Fault", "Schedule", "fault_of", "format_grid", "marked", "torch_csv"]
+__all__ = ["DEFECT", "Fault", "Schedule", "fault_of", "format_grid", "marked"]
 
 
 @dataclass(frozen=True)
@@ -178,28 +166,6 @@ def _with_head(actions: tuple[tuple[Action, ...], ...], line: int, words: Sequen
         if max(of_stages) != numbers["bound"]:
             raise ScheduleError(f"line {line}: {_BOUNDS}={bounds}: the largest is not bound={numbers['bound']}")
     return Schedule(name, actions=actions, places=places, recomputed=again, bounds=of_stages, **numbers)
-
-
-#: What torch calls each kind of compute.
-_LETTERS: dict[Kind, str] = {FORWARD: "F", BACKWARD: "B", INPUT_GRADIENT: "I", WEIGHT_GRADIENT: "W"}
-
-
-def torch_csv(schedule: Schedule) -> str:
-    """One line a stage of the pipeline (torch's rank), such as ``0F0,0F1,4F0``: what torch calls stage is a position.
-
-    A position is a part of the model, counted from its start; torch knows compute only. Raises :class:`ScheduleError`
-    for a schedule with actions that torch has none for.
-    """
-    places = schedule.places
-    lines = []
-    for stage, row in enumerate(schedule.actions):
-        words = []
-        for action in row:
-            if action.kind not in COMPUTE:
-                raise ScheduleError(f"{action}: torch's tables have compute only: use another schedule, without bpipe")
-            words.append(f"{places.position(stage, action.chunk)}{_LETTERS[action.kind]}{action.micro_batch}")
-        lines.append(",".join(words))
-    return "\n".join(lines) + "\n"
 
 
 _WINDOW = 12  # steps shown either side of the marked one: a grid of thousands of steps helps nobody

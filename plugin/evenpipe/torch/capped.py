@@ -11,8 +11,7 @@ from evenpipe.runtime.recomputed_layers import recomputing_layers, stateless
 from evenpipe.schedule import Programs, Size, Spec, needs_of
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.tuned import print_once
-from evenpipe.tuner.process_memory import limit_bytes
-from evenpipe.tuner.searching import Room
+from evenpipe.tuner.process_memory import Room, limit_bytes
 from evenpipe.tuner.swapping import SwapLoop
 
 __all__ = ["SwapTuning"]
@@ -59,12 +58,8 @@ class SwapTuning:
         self.loop.begin(executor, self._able)
         count = self.loop.layers(self._plain, self._size)
         again = [layer for of_chunk in self._able for layer in of_chunk[:count]]
-        before, executor.measure = executor.measure, executor.measure or self.loop.weighs
-        try:
-            with recomputing_layers(again):
-                loss = pipeline.step(*batch, **named)
-        finally:
-            executor.measure = before
+        with executor.measuring(self.loop.weighs), recomputing_layers(again):
+            loss = pipeline.step(*batch, **named)
         self.loop.end(executor, self._size, self._room, self._plain)
         return loss
 

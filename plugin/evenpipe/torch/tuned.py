@@ -76,12 +76,9 @@ class GroupTuning:
         measures = self.loop.wanted is not None
         size = 1 if measures else self.loop.choose(executor, self.iteration, self._micro_batches).k
         pipeline.program = self._schedule.program(Candidate(size, 1, self._micro_batches))
-        before, executor.measure = executor.measure, executor.measure or measures
         self._watch.timed, self._watch.store = measures, executor.store if measures else None
-        try:
+        with executor.measuring(measures):
             loss = pipeline.step(*batch, **named)
-        finally:
-            executor.measure = before
         self.iteration += 1
         if measures and len(self._watch.ms[BACKWARD, 0]) > _TIMED:
             kept = pipeline.kept_bytes(self._optimizer)

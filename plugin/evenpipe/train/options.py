@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -27,6 +26,7 @@ from evenpipe.settings.config import EvenPipeConfig, first_problem
 from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in, only_tuned
 from evenpipe.settings.spelling import COMMAND, command_flag, in_flags
 from evenpipe.train.engines import ENGINES
+from evenpipe.train.planned_options import OptionsError, as_planned
 
 __all__ = [
     "BUILTIN_TEXT",
@@ -55,23 +55,10 @@ _PLAIN_TORCH: Final[dict[str, tuple[object, ...]]] = {
     "recompute": ("none",),
     "overlap_grad_reduce": (False,),
 }
-#: What a plan says, by the name of the option.
-_PLANNED: Final = {
-    "stages": attrgetter("stage_count"),
-    "micro_batch_size": attrgetter("origin.micro_batch_size"),
-    "precision": attrgetter("origin.precision"),
-    **{name: attrgetter(name) for name in ("micro_batches", "chunks", "schedule", "group_size", "bpipe")},
-}
 #: Of schedules whose stages step by themselves, which no norm of all gradients can hold up.
 _NOT_CLIPPED: Final = {"paci": {"clip_grad": 0.0}}
-#: What there is no choice of where a plan's model is trained.
-_OF_THE_PLANS_MODEL: Final = ("model", "layers", "hidden", "heads", "seq_length", "untie_embeddings", "data")
 #: What Megatron's own functions carry out.
 _MEGATRONS: Final = ("1f1b", "interleaved")
-
-
-class OptionsError(ValueError):
-    """Options that cannot be run; one line that names the flag and what to do."""
 
 
 def device_type(world_size: int) -> str:
@@ -183,11 +170,8 @@ def _settings_go_together(options: TrainOptions) -> None:
     shared = ("schedule", "bpipe", "group_size", "retune_interval", "memory_gib", "delay_correction")
     config = EvenPipeConfig.of(**{setting: getattr(options, setting) for setting in shared})
     on_cpu = options.group_size == "auto" and device_type(options.world_size) == "cpu"
-    rows = (
-        *map(only_tuned, ("retune_interval", "memory_gib")),
-        *CONTRADICTIONS,
-        *(CONTRADICTIONS_ON_CPU if on_cpu else ()),
-    )
+    tuned = map(only_tuned, ("retune_interval", "memory_gib"))
+    rows = (*tuned, *CONTRADICTIONS, *(CONTRADICTIONS_ON_CPU if on_cpu else ()))
     if (line := contradiction_in(config, COMMAND, rows)) is not None:
         raise ValueError(line)
 
@@ -369,7 +353,7 @@ class TrainOptions(BaseModel):
     def of(cls, **values: Any) -> TrainOptions:
         """Checked options. Raises OptionsError: one line that names the flag and what to do."""
         try:
-            return cls(**_NOT_CLIPPED.get(str(values.get("schedule")), {}) | _as_planned(values))
+            return cls(**_NOT_CLIPPED.get(str(values.get("schedule")), {}) | as_planned(values))
         except ValidationError as error:
             raise OptionsError(_in_one_line(error)) from None
 
@@ -419,35 +403,6 @@ class TrainOptions(BaseModel):
     def plan(self) -> Schedule:
         """The schedule of `program`."""
         return self.program.schedule
-
-
-def _as_planned(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with what their plan says, if they name one. Raises OptionsError where they say something else."""
-    path = values.get("partition")
-    if path is None:
-        return values
-    from evenpipe.partition.dawnpiper.problem import PartitionError
-    from evenpipe.partition.search.plan import Plan
-
-    try:
-        plan = Plan.read(Path(path))
-        _ = plan.program
-    except (PartitionError, ScheduleError) as error:
-        raise OptionsError(f"--partition {error}") from None
-    if plan.origin.is_function and not values.get("trust"):
-        file = plan.origin.model
-        raise OptionsError(f"--partition {path}: its model comes from {file}: add --trust to execute that file")
-    for name in _OF_THE_PLANS_MODEL:
-        if name in values:
-            given, bare = COMMAND.head(name, values[name]), COMMAND.mention(name, None)
-            raise OptionsError(f"{given}: the model and its data are the plan's: leave {bare} out")
-    says = {name: of(plan) for name, of in _PLANNED.items()} | {"engine": "planned"}
-    for name, planned in says.items():
-        if name in values and str(values[name]) != str(planned):
-            raise OptionsError(
-                f"{COMMAND.head(name, values[name])}: {path} is for {planned}: leave it out, or make a plan of your own"
-            )
-    return values | says
 
 
 def _in_one_line(error: ValidationError) -> str:

@@ -10,10 +10,17 @@ from torch import Tensor
 
 from evenpipe.runtime.resources import highest_of_all
 
-__all__ = ["KeptBytes", "limit_bytes", "reachable_tensors", "static_bytes", "storage_bytes"]
+__all__ = ["KeptBytes", "Room", "limit_bytes", "reachable_tensors", "static_bytes", "storage_bytes"]
 
 #: Of a GPU's memory; the rest goes to CUDA, to communicators, to workspaces, and to gaps between tensors.
 _FOR_TENSORS: Final = 0.9
+
+
+class Room(NamedTuple):
+    """The memory that a process may use, and what it holds of it besides activations and messages, in bytes."""
+
+    limit_bytes: int
+    static_bytes: int
 
 
 class KeptBytes(NamedTuple):

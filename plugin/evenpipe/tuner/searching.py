@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import pstdev
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 import torch.distributed as dist
@@ -42,21 +42,15 @@ from evenpipe.simulate.searched import searched
 from evenpipe.tuner.links import Burst, Ends, measure_links
 from evenpipe.tuner.pace import Pace
 from evenpipe.tuner.part_watch import PartFigures, PartWatch
+from evenpipe.tuner.process_memory import Room
 
-__all__ = ["FIRST", "UNDER_WAY", "Room", "SearchLoop"]
+__all__ = ["FIRST", "UNDER_WAY", "SearchLoop"]
 
 #: The schedule of batches before there is an order, by model chunks a stage: one that saves little.
 FIRST: Final[Mapping[int, str]] = MappingProxyType({1: "zb-h1", 2: "v-min"})
 #: Messages that a stage receives and sends at once at most, in a V.
 UNDER_WAY: Final = 12
 _MIB: Final = 2**20
-
-
-class Room(NamedTuple):
-    """The memory that a process may use, and what it holds of it besides activations and messages, in bytes."""
-
-    limit_bytes: int
-    static_bytes: int
 
 
 class SearchLoop:

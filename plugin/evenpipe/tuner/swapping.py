@@ -18,7 +18,8 @@ from evenpipe.simulate import simulate
 from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of, planned
 from evenpipe.tuner.layer_watch import LayerWatch
 from evenpipe.tuner.part_watch import PartWatch
-from evenpipe.tuner.searching import UNDER_WAY, Room
+from evenpipe.tuner.process_memory import Room
+from evenpipe.tuner.searching import UNDER_WAY
 
 __all__ = ["SwapLoop"]
 

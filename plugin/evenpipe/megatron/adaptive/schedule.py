@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
@@ -27,6 +26,7 @@ from evenpipe.schedule import Need, Schedule, Spec
 from evenpipe.tuner.dry_run import DryRun
 from evenpipe.tuner.links import fits_on_all
 from evenpipe.tuner.loop import AdaptiveLoop
+from evenpipe.tuner.process_memory import Room
 from evenpipe.tuner.samples import loader_of, micro_batches_of
 from evenpipe.upstream.symbols import locate, module_of
 
@@ -53,6 +53,11 @@ class Tuning(NamedTuple):
     around_batch: Callable[[int], AbstractContextManager[Any]] = nullcontext
     log: Callable[[str], None] = lambda line: None
     resumed: Callable[[bool], None] = lambda goes_on: None
+
+    def room(self, executor: Executor) -> Room:
+        """Return the limit, and what of it this process holds besides activations and messages."""
+        static_bytes = self.static_bytes() + workspace_bytes() + executor.connections.device_bytes
+        return Room(self.limit_bytes, static_bytes)
 
 
 class AdaptiveSchedule(PipelineSchedule):
@@ -120,10 +125,8 @@ class AdaptiveSchedule(PipelineSchedule):
         self.iteration += 1
         return losses
 
-    def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
-        executor = super()._executor(pipeline, batch)
-        executor.measure = self.measure or self._sizes_differ(batch.config)
-        return executor
+    def _weighs(self, batch: Batch) -> bool:
+        return self._sizes_differ(batch.config)
 
     def _sizes_differ(self, config: Any) -> bool:
         return self.tuning.differ or super()._sizes_differ(config)

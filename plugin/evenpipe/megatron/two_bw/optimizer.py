@@ -77,7 +77,9 @@ class TwoBWOptimizer(Gradients):
         )
         self.waits = self.decides or self._tied is not None
         if in_place and self.waits:
-            raise ValueError("paci: the step of a tied embedding waits for another stage's gradient: untie it, or use 2bw")
+            raise ValueError(
+                "paci: the step of a tied embedding waits for another stage's gradient: untie it, or use 2bw"
+            )
         self.loss_scale = _loss_scale(scalers) if scalers else None
         self.exchange = JointExchange(list(self._counted_in), 4, torch.device(torch.cuda.current_device()))
         self.routers = Routers(self._model)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from evenpipe.megatron.symbols import QUANTISED
+from evenpipe.megatron.two_bw_symbols import QUANTISED
 from evenpipe.upstream import UpstreamError, verify
 
 __all__ = ["Quantised"]

@@ -12,9 +12,9 @@ from torch import Tensor
 from evenpipe.megatron.grad_sync import Sync, without_sync
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch, MegatronStage
-from evenpipe.megatron.symbols import TWO_BW
 from evenpipe.megatron.two_bw.expert_losses import ExpertLosses
 from evenpipe.megatron.two_bw.optimizer import TwoBWOptimizer
+from evenpipe.megatron.two_bw_symbols import TWO_BW
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import DelayCorrection, Spec, Stream, Unit, batch_of
 from evenpipe.two_bw.inputs import ReadAhead

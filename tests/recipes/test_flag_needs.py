@@ -9,8 +9,8 @@ import pytest
 
 from evenpipe.cli.main import main
 from evenpipe.planner.arguments import Pipelined, Values, model_of, parse_flags, run_of
-from evenpipe.planner.flag_needs import NEEDS, Given, Need, without_effect
 from evenpipe.planner.run import EstimateError, Run
+from evenpipe.recipes.flag_needs import NEEDS, Given, Need, without_effect
 
 BASE: Final = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --padded-vocab-size 256 --bf16 "

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from evenpipe.schedule.actions import (
+from evenpipe.report.timeline import TRACE
+from evenpipe.schedule import (
     BACKWARD,
     COMPUTE,
     FORWARD,
@@ -20,15 +21,15 @@ from evenpipe.schedule.actions import (
     WEIGHT_GRADIENT,
     Kind,
     ScheduleError,
+    loop,
     parse,
+    vee,
 )
 from evenpipe.schedule.search.costs import FORMAT, Part, Placement, RunCosts
-from evenpipe.schedule.topology import loop, vee
 from evenpipe.wording.validation import first_message
 
-__all__ = ["TRACE", "costs_of_trace"]
+__all__ = ["costs_of_trace"]
 
-TRACE: Final = "evenpipe.trace/1"
 _STAGE: Final = re.compile(r"stage (\d+)\b")
 _Times = dict[tuple[int, int], dict[Kind, list[float]]]
 

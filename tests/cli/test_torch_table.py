@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenpipe.schedule import ScheduleError, Size, build, torch_csv
+from evenpipe.cli.schedule import torch_csv
+from evenpipe.schedule import ScheduleError, Size, build
+from tests.cli import torch_table_cases
 from tests.reports import reports
-from tests.schedule import torch_table_cases
 
 STAGES, MICRO_BATCHES = 2, 4
 CHUNKS = {
