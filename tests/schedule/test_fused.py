@@ -53,6 +53,12 @@ def test_they_are_most_of_the_steady_part(name, size, together):
                 assert following.takes is None
 
 
+def test_fewer_pairs_are_left_beside_evictions_and_loads():
+    program = fused("interleaved", Size(4, 16, 2), bpipe=True)
+    assert [sum(step.fused is not None for step in row) for row in program.steps] == [17, 22, 24, 23]
+    assert max(program.schedule.peak_live) == 4 * 2 + 2
+
+
 def test_a_stage_holds_one_unit_more_than_otherwise():
     plain, other = build("interleaved", 4, 16, 2), fused("interleaved", Size(4, 16, 2)).schedule
     assert [after - before for before, after in zip(plain.peak_live, other.peak_live, strict=True)] == [1] * 4
