@@ -18,7 +18,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -77,12 +76,8 @@ def wrong(costs: RunCosts, stages: int, micro_batches: int, effort: Effort) -> t
     problem = Problem.of(capped, stages, micro_batches)
     found = problem.order(searched(capped, stages, micro_batches, effort).program.schedule.actions)
     named = problem.order(find("zbv").order(Size(stages, micro_batches, 2)))
-    unseen = Errors(0.05, 0.05).samples_ms(problem, 49, 12345)[1:]
-    longer = 1 + abs(np.random.default_rng(12345).normal(0, 0.5, len(unseen)))
-    gains = []
-    for takes_ms, factor in zip(unseen, longer, strict=True):
-        slower = replace(problem, message_ms=problem.message_ms * factor)
-        gains.append(makespan(slower, named, takes_ms) / makespan(slower, found, takes_ms))
+    unseen = list(zip(*Errors().samples(problem, 49, 12345), strict=True))[1:]
+    gains = [makespan(problem, named, *one) / makespan(problem, found, *one) for one in unseen]
     return float(np.mean(gains)), min(gains)
 
 

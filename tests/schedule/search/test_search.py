@@ -173,20 +173,26 @@ def test_uneven_stages_are_faster_than_anything_known(memory: float, seed: int) 
         assert found >= gain * max(share(problem, one) for one in rivals if problem.fits(one))
 
 
+@pytest.mark.parametrize(("micro_batches", "gain"), [(16, 1.02), (32, 1.01)])
 @pytest.mark.skipif(not COMPILED, reason="nothing is annealed without numba")
-def test_an_order_is_annealed_for_times_that_are_a_little_wrong() -> None:
-    """On samples that the search has not seen, it beats the order of the exact times, and ZB-V."""
-    problem = Problem.of(uneven(8, 3, 1.0), 8, 16)
-    robust, exact = (problem.order(best(problem, Effort(3.0), errors).actions) for errors in (Errors(), EXACT))
-    named = problem.order(find("zbv").order(Size(8, 16, 2)))
-    unseen = Errors(0.05, 0.05).samples_ms(problem, 49, 12345)[1:]
-    slower = replace(problem, message_ms=problem.message_ms * 1.4)
-    mean_ms = {
-        name: np.mean([makespan(slower, order, takes_ms) for takes_ms in unseen])
-        for name, order in (("robust", robust), ("exact", exact), ("zbv", named))
-    }
-    assert mean_ms["robust"] <= mean_ms["exact"]
-    assert mean_ms["robust"] * 1.02 <= mean_ms["zbv"]
+def test_an_order_is_annealed_for_times_that_are_a_little_wrong(micro_batches: int, gain: float) -> None:
+    """On samples that the search has not seen, it beats the order of the exact times, and ZB-V; it never loses much.
+
+    With few samples in the search, one in twenty was 3 % slower than ZB-V.
+    """
+    problem = Problem.of(uneven(8, 3, 1.0), 8, micro_batches)
+    unseen = Errors().samples(problem, 49, 12345)
+
+    def taken_ms(order: object) -> np.typing.NDArray[np.float64]:
+        return np.array([makespan(problem, order, *one) for one in zip(*unseen, strict=True)][1:])
+
+    named_ms = taken_ms(problem.order(find("zbv").order(Size(8, micro_batches, 2))))
+    robust, exact = (
+        named_ms / taken_ms(problem.order(best(problem, Effort(2.0), errors).actions)) for errors in (Errors(), EXACT)
+    )
+    assert robust.mean() >= max(gain, exact.mean())
+    assert np.quantile(robust, 0.05) >= 0.985
+    assert robust.min() >= 0.97
 
 
 def test_the_same_seed_finds_the_same() -> None:

@@ -1,7 +1,8 @@
 """Simulated annealing over the stages' orders: one action at a time is moved within its stage's row.
 
 What breaks a cap, or is estimated to be refused, is never put on the clock. The objective is the mean over samples of
-the actions' times, of which there may be one: an order that is tuned to exact times loses where they are not met.
+times, of which there may be one: an order that is tuned to exact times loses where they are not met. An order that is
+tuned to 8 samples still loses 3 % to ZB-V in one of 20 others (8 stages, 32 micro-batches); to 32, it gains there.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from evenpipe.schedule.search.clock import NEVER, ends, tails, through_window
+from evenpipe.schedule.search.changing import Clocked, clocked, estimate, follow, move, reach, restore, settle
+from evenpipe.schedule.search.clock import NEVER
 from evenpipe.schedule.search.compiled import compiled
 from evenpipe.schedule.search.problem import Graph, Numbers, Order, Problem
 
-__all__ = ["Cooling", "anneal"]
-
+__all__ = ["Cooling", "Samples", "anneal"]
 
 #: How often a move is of an action on the critical path.
 _CRITICAL: Final = 0.3
@@ -30,25 +31,28 @@ class Cooling(NamedTuple):
     reach: float = 2.5
 
 
+class Samples(NamedTuple):
+    """Times that an order may meet: samples × actions, and how much longer messages take in each sample."""
+
+    takes_ms: Numbers
+    longer: Numbers
+
+
 def anneal(
-    problem: Problem, order: Order, moves: int, seed: int, cooling: Cooling, samples_ms: Numbers | None = None
+    problem: Problem, order: Order, moves: int, seed: int, cooling: Cooling, samples: Samples | None = None
 ) -> tuple[Order, float]:
     """Return the best order found within so many moves of ``order``, which fits, and its mean milliseconds.
 
-    samples_ms: samples × actions, the times of which the mean counts; the problem's own, if left out.
-    The same arguments give the same order.
+    samples: the times of which the mean counts; the problem's own, if left out. The same arguments give the same order.
     """
-    samples_ms = problem.takes_ms[None] if samples_ms is None else samples_ms
+    samples = Samples(problem.takes_ms[None], np.ones(1)) if samples is None else samples
     unit_ms = float(problem.takes_ms.mean()) or 1.0
     found = order.copy()
-    best_ms = _anneal(
-        found,
-        np.ascontiguousarray(samples_ms),
-        problem.graph,
-        moves,
-        seed,
-        cooling._replace(hot=cooling.hot * unit_ms, cold=cooling.cold * unit_ms),
-    )
+    state = clocked(order.copy(), samples.takes_ms, samples.longer, problem.graph)
+    if state is None:
+        return found, NEVER
+    cooling = cooling._replace(hot=cooling.hot * unit_ms, cold=cooling.cold * unit_ms)
+    best_ms = _anneal(found, state, problem.graph, moves, seed, cooling)
     return found, float(best_ms)
 
 
@@ -69,17 +73,6 @@ def _may_move(order: Order, stage: int, start: int, end: int, graph: Graph, unit
 
 
 @compiled
-def _move(order: Order, place: Numbers, stage: int, start: int, end: int) -> None:
-    action = order[stage, start]
-    step = 1 if end > start else -1
-    for at in range(start, end, step):
-        order[stage, at] = order[stage, at + step]
-        place[order[stage, at]] = at
-    order[stage, end] = action
-    place[action] = end
-
-
-@compiled
 def _holds(order: Order, stage: int, low: int, high: int, graph: Graph, held: Numbers) -> bool:
     """Return whether the stage stays within its cap from place low to high."""
     now = held[stage, low - 1] if low > 0 else 0.0
@@ -91,52 +84,27 @@ def _holds(order: Order, stage: int, low: int, high: int, graph: Graph, held: Nu
 
 
 @compiled
-def _anneal(
-    best: Order,
-    samples_ms: Numbers,
-    graph: Graph,
-    moves: int,
-    seed: int,
-    cooling: Cooling,
-) -> float:
+def _anneal(best: Order, state: Clocked, graph: Graph, moves: int, seed: int, cooling: Cooling) -> float:
     """Change ``best``; ``cooling`` has temperatures in milliseconds."""
     np.random.seed(seed)
+    order, ended, tail_ms = state.order, state.ended, state.tail_ms
     stages, width = best.shape
-    samples, actions = samples_ms.shape
+    samples, actions = len(state.longer), len(state.place)
     units = actions // (width // (graph.parts.shape[1] * graph.micro_batches))
-    order = best.copy()
-    place = np.empty(actions, np.int32)
-    held = np.empty((stages, width))
+    takes, new_takes = np.zeros(samples), np.zeros(samples)
     for stage in range(stages):
-        now = 0.0
-        for at in range(width):
-            place[order[stage, at]] = at
-            now += graph.change[order[stage, at]]
-            held[stage, at] = now
-    work_ms = np.zeros((samples, stages))
-    for sample in range(samples):
-        for action in range(actions):
-            work_ms[sample, graph.stage[action]] += samples_ms[sample, action]
-    ended, tail_ms = np.empty((samples, actions)), np.empty((samples, actions))
-    sequence = np.empty((samples, actions), np.int32)
-    new_ended, new_sequence = np.empty_like(ended), np.empty_like(sequence)
-    takes, new_takes, head_ms = np.empty(samples), np.empty(samples), np.empty(width)
-    current_ms = 0.0
-    for sample in range(samples):
-        takes[sample] = ends(order, samples_ms[sample], graph, NEVER, work_ms[sample], ended[sample], sequence[sample])
-        if takes[sample] >= NEVER:
-            return NEVER
-        tails(order, samples_ms[sample], graph, place, sequence[sample], tail_ms[sample])
-        current_ms += takes[sample] / samples
-    best_ms = current_ms
-    for move in range(moves):
-        temperature = cooling.hot * (cooling.cold / cooling.hot) ** (move / moves)
+        for sample in range(samples):
+            takes[sample] = max(takes[sample], ended[order[stage, width - 1], sample])
+    room_ms = np.empty((width + 2, samples))
+    best_ms = current_ms = float(takes.mean())
+    for number in range(moves):
+        temperature = cooling.hot * (cooling.cold / cooling.hot) ** (number / moves)
         stage, start = np.random.randint(stages), np.random.randint(width)
         if np.random.random() < _CRITICAL:
             sample = np.random.randint(samples)
             for _ in range(12):
                 action = order[stage, start]
-                path_ms = ended[sample, action] - samples_ms[sample, action] + tail_ms[sample, action]
+                path_ms = ended[action, sample] - state.takes_ms[action, sample] + tail_ms[action, sample]
                 if path_ms >= takes[sample] - 1e-9:
                     break
                 stage, start = np.random.randint(stages), np.random.randint(width)
@@ -146,54 +114,32 @@ def _anneal(
             continue
         action = order[stage, start]
         low, high = min(start, end), max(start, end)
-        _move(order, place, stage, start, end)
-        if not _holds(order, stage, low, high, graph, held):
-            _move(order, place, stage, end, start)
+        move(state, stage, start, end)
+        if not _holds(order, stage, low, high, graph, state.held):
+            move(state, stage, end, start)
             continue
         most_ms = current_ms - temperature * math.log(np.random.random() + 1e-12)
-        estimate_ms = 0.0
+        estimate(state, graph, stage, low, high, room_ms, new_takes)
         for sample in range(samples):
-            path_ms = through_window(
-                order, stage, low, high, samples_ms[sample], graph, ended[sample], tail_ms[sample], head_ms
-            )
             # Where the action was on no critical path, what takes longest is elsewhere and stays.
-            before_ms = ended[sample, action] - samples_ms[sample, action] + tail_ms[sample, action]
+            before_ms = ended[action, sample] - state.takes_ms[action, sample] + tail_ms[action, sample]
             if before_ms < takes[sample] - 1e-9:
-                path_ms = max(path_ms, takes[sample])
-            estimate_ms += path_ms / samples
-        if estimate_ms > most_ms + 1e-9:
-            _move(order, place, stage, end, start)
+                new_takes[sample] = max(new_takes[sample], takes[sample])
+        if new_takes.mean() > most_ms + 1e-9:
+            move(state, stage, end, start)
             continue
-        new_ms = 0.0
-        for sample in range(samples):
-            left_ms = (most_ms - new_ms) * samples
-            for other in range(sample + 1, samples):
-                left_ms -= work_ms[other].max()  # none is faster
-            new_takes[sample] = ends(
-                order,
-                samples_ms[sample],
-                graph,
-                left_ms + 1e-9,
-                work_ms[sample],
-                new_ended[sample],
-                new_sequence[sample],
-            )
-            if new_takes[sample] >= NEVER:
-                new_ms = NEVER
-                break
-            new_ms += new_takes[sample] / samples
+        first, last = follow(state, graph, stage, start, end)
+        if first < 0:
+            move(state, stage, end, start)
+            continue
+        count = reach(state, graph, stage, low, high, first, new_takes)
+        new_ms = float(new_takes.mean())
         if new_ms > most_ms + 1e-9:
-            _move(order, place, stage, end, start)
+            restore(state, first, last, count)
+            move(state, stage, end, start)
             continue
-        ended, new_ended = new_ended, ended
-        sequence, new_sequence = new_sequence, sequence
-        takes, new_takes = new_takes, takes
-        for sample in range(samples):
-            tails(order, samples_ms[sample], graph, place, sequence[sample], tail_ms[sample])
-        now = held[stage, low - 1] if low > 0 else 0.0
-        for at in range(low, high + 1):
-            now += graph.change[order[stage, at]]
-            held[stage, at] = now
+        settle(state, graph, stage, low, high, last)
+        takes[:] = new_takes
         current_ms = new_ms
         if current_ms < best_ms - 1e-12:
             best_ms = current_ms

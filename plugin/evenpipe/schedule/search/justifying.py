@@ -51,8 +51,7 @@ def _mirrored(graph: Graph) -> Graph:
 
 def _justify(order: Order, takes_ms: Numbers, graph: Graph) -> Order:
     ended, sequence = np.empty(len(takes_ms)), np.empty(len(takes_ms), np.int32)
-    work_ms = np.bincount(graph.stage, takes_ms, len(order))
-    if ends(order, takes_ms, graph, NEVER, work_ms, ended, sequence) >= NEVER:
+    if ends(order, takes_ms, graph, 1.0, ended, sequence) >= NEVER:
         return order
     by_start = sequence[np.argsort(_starts(order, graph, ended)[sequence], kind="stable")]
     units = graph.parts.size * graph.micro_batches

@@ -15,25 +15,30 @@ import numpy as np
 from evenpipe.schedule.actions import ScheduleError
 from evenpipe.schedule.known import find, own
 from evenpipe.schedule.schedule import Schedule
-from evenpipe.schedule.search.annealing import Cooling, anneal
+from evenpipe.schedule.search.annealing import Cooling, Samples, anneal
 from evenpipe.schedule.search.blocks import blocks, repeated_order
 from evenpipe.schedule.search.clock import NEVER, makespan
 from evenpipe.schedule.search.compiled import COMPILED
 from evenpipe.schedule.search.justifying import justified
 from evenpipe.schedule.search.listing import listed
-from evenpipe.schedule.search.problem import Numbers, Order, Problem
+from evenpipe.schedule.search.problem import Order, Problem
 from evenpipe.schedule.spec import Size
 from evenpipe.schedule.topology import vee
 
 __all__ = ["EXPECTED", "USUAL", "Effort", "Errors", "Found", "search"]
 
-#: Parts of all moves: two chains on the given times, and one on times with errors.
+#: Two chains on the given times, and then four on times with errors; the best of these goes on, as long as two.
 _NOMINAL: Final = (Cooling(), Cooling(hot=0.5, cold=0.003, reach=4.0))
-_ROBUST: Final = Cooling()
-#: What a move costs, in nanoseconds an action and sample, on one core of 2024; only to make moves of seconds.
-_NS: Final = 4.0
-_MOST_MOVES: Final = 3_000
+_ROBUST: Final = 4
+_CHAINS: Final = 8
+#: Nanoseconds of a move, and more of them for each action and sample, on one core of 2024: to make moves of seconds.
+_MOVE_NS: Final = 700.0
+_ACTION_NS: Final = 0.05
+_MOST_MOVES: Final = 1_000
 _MOST_ACTIONS: Final = 500_000
+#: Of more than these actions × samples, moves take longer than that; samples, of which there are as many all the same.
+_CACHED: Final = 200_000
+_LEAST_SAMPLES: Final = 8
 #: Starts among which the best for wrong times is chosen; results that are left to the simulator to choose from.
 _JUDGED: Final = 32
 _FEW: Final = 4
@@ -43,37 +48,42 @@ _COMPARED: Final = 3
 
 
 class Errors(NamedTuple):
-    """How wrong times may be: ``stage`` and ``action`` are standard deviations, as parts of the time.
+    """How wrong times may be, as standard deviations, in parts of the time: of all of a stage, and of each action.
 
-    ``message``: how much longer messages take than was said, on average.
+    ``message``: messages take 1 + |x| times as long as was said, where x has this standard deviation.
     """
 
     stage: float = 0.05
     action: float = 0.05
-    message: float = 0.4
+    message: float = 0.5
 
-    def samples_ms(self, problem: Problem, count: int, seed: int) -> Numbers:
-        """Return samples × actions: the problem's own times, and ``count`` − 1 with errors."""
+    def samples(self, problem: Problem, count: int, seed: int) -> Samples:
+        """Return the problem's own times, and ``count`` − 1 with errors."""
         random = np.random.default_rng(seed)
         stages, actions = problem.places.stages, len(problem.takes_ms)
         of_stage = 1 + self.stage * random.standard_normal((count, stages))
         of_action = 1 + self.action * random.standard_normal((count, actions))
+        longer = 1 + abs(self.message * random.standard_normal(count))
         factor = np.maximum(0.1, of_stage[:, problem.graph.stage] * of_action)
-        factor[0] = 1.0
-        samples_ms: Numbers = problem.takes_ms * factor
-        return samples_ms
+        factor[0] = longer[0] = 1.0
+        return Samples(problem.takes_ms * factor, longer)
 
 
 class Effort(NamedTuple):
     """``seconds``: of annealing, about so many of one core at most. ``samples``: of times with errors."""
 
     seconds: float = 10.0
-    samples: int = 8
+    samples: int = 32
     seed: int = 0
 
-    def moves(self, actions: int) -> int:
-        """Return how many moves of one sample that is; more than so many an action find nothing more."""
-        return min(_MOST_MOVES * actions, int(self.seconds * 1e9 / (_NS * actions)))
+    def count(self, actions: int) -> int:
+        """Return of how many samples so many actions fit into the caches of a core."""
+        return min(self.samples, max(_LEAST_SAMPLES, _CACHED // actions))
+
+    def moves(self, actions: int, samples: int) -> int:
+        """Return how many moves one chain has; more than so many an action find nothing more."""
+        move_ns = _MOVE_NS + _ACTION_NS * actions * samples
+        return min(_MOST_MOVES * actions, int(self.seconds / _CHAINS * 1e9 / move_ns))
 
 
 class Found(NamedTuple):
@@ -105,13 +115,12 @@ def search(
             f"{_MOST_ACTIONS:,} is searched: give less"
         )
     _check_caps(problem)
-    slower = replace(problem, message_ms=problem.message_ms * (1 + errors.message))
-    count = effort.samples if any(errors) else 1
-    samples_ms = errors.samples_ms(problem, count, effort.seed)
-    others_ms = errors.samples_ms(problem, 4 * count, effort.seed + 1)  # what was annealed for some is judged by others
+    count = effort.count(actions) if any(errors) else 1
+    # What was annealed for some is judged by others.
+    others = errors.samples(problem, 4 * count if COMPILED else count, effort.seed + 1)
 
     def mean_ms(order: Order) -> float:
-        return float(np.mean([makespan(slower, order, takes_ms) for takes_ms in others_ms]))
+        return float(np.mean([makespan(problem, order, *one) for one in zip(*others, strict=True)]))
 
     def said(order: Order, how: str) -> None:
         told(f"{how}: {problem.limit_ms / makespan(problem, order):.1%} of the limit")
@@ -122,16 +131,16 @@ def search(
     said(found[0], f"best of {len(found):,} orders")
     some = found[:_JUDGED]
     if COMPILED and effort.seconds > 0:
-        moves = effort.moves(len(problem.takes_ms))
-        chains = zip(found, _NOMINAL, strict=False)
-        some += [
-            anneal(problem, order, moves // 4, effort.seed + number, cooling)[0]
-            for number, (order, cooling) in enumerate(chains)
+        moves = effort.moves(len(problem.takes_ms), 1)
+        exact = [
+            anneal(problem, order, moves, effort.seed + number, cooling)[0]
+            for number, (order, cooling) in enumerate(zip(found, _NOMINAL, strict=False))
         ]
-        said(min(some, key=lambda order: makespan(problem, order)), "annealed")
-        if len(samples_ms) > 1:
-            start = min(some, key=mean_ms)
-            some.append(anneal(slower, start, moves // 2 // len(samples_ms), effort.seed, _ROBUST, samples_ms)[0])
+        said(min(exact, key=lambda order: makespan(problem, order)), "annealed")
+        if count > 1:
+            samples = errors.samples(problem, count, effort.seed)
+            exact += _annealed_for(samples, problem, [*exact, *some], mean_ms, effort)
+        some += exact
     # With the times that were given, it is never slower than what is published, whatever it gains by wrong ones.
     most_ms = min((makespan(problem, order) for order in published), default=NEVER)
     able = sorted((order for order in some if makespan(problem, order) <= most_ms + 1e-9), key=mean_ms)
@@ -139,6 +148,20 @@ def search(
     repeated = sorted(published[len(named) :], key=lambda order: makespan(problem, order))
     known = [*named, *repeated[:_FEW]]
     return Found(*([_schedule(problem, order) for order in orders] for orders in (able[:_FEW], known)))
+
+
+def _annealed_for(
+    samples: Samples, problem: Problem, starts: Sequence[Order], mean_ms: Callable[[Order], float], effort: Effort
+) -> Iterator[Order]:
+    """Yield orders annealed for times with errors: from the best starts, and from the best of what these become."""
+    moves = effort.moves(len(problem.takes_ms), len(samples.longer))
+    by_mean = {mean_ms(order): order for order in starts}  # one of those that are as good
+    made = [
+        anneal(problem, by_mean[ms], moves, effort.seed + number, Cooling(), samples)[0]
+        for number, ms in enumerate(sorted(by_mean)[:_ROBUST])
+    ]
+    yield from made
+    yield anneal(problem, min(made, key=mean_ms), 2 * moves, effort.seed, Cooling(), samples)[0]
 
 
 def _check_caps(problem: Problem) -> None:
