@@ -22,7 +22,10 @@ def test_steps_in_place_are_saved_and_gone_on_with(megatron_lm: Path, tmp_path: 
     def run(folder: str, *more: str) -> Run:
         return launch(megatron_lm, GPT, 2, [*flags, "--save", str(tmp_path / folder), "--save-interval", "2", *more])
 
-    stock, whole = run("stock", "--save-interval", "1", "--exit-interval", "1"), run("paci", *PACI, "--save-interval", "1")
+    stock, whole = (
+        run("stock", "--save-interval", "1", "--exit-interval", "1"),
+        run("paci", *PACI, "--save-interval", "1"),
+    )
     found = differences(tmp_path / "stock" / "iter_0000001", tmp_path / "paci" / "iter_0000001")
     assert all(name.startswith("evenpipe_2bw/") for name in found), found
     assert losses(stock) == losses(whole)[:1]
