@@ -27,8 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 #: The optimizer's kind, and the cases that it trains.
 OF_KINDS = {"remainders": [*CASES], "masters": ["p=2"], "on the host": ["p=2", "p=2, predicted", "p=2, clipped"]}
-#: A norm is added up in another order than the oracle's, and weights are predicted in their own 16 bits: there Megatron's
-#: own optimizer is the reference.
+#: A norm is added up in another order than the oracle's, and weights are predicted in their own 16 bits: there the
+#: reference is Megatron's own optimizer.
 ROUNDED = ("p=2, clipped", "p=2, predicted")
 
 

@@ -1,4 +1,4 @@
-"""2BW skips the step of a batch whose gradient's norm is too large (`grad_norm_skip_threshold`), as one process does."""
+"""2BW skips the step of a batch whose gradient's norm is beyond `grad_norm_skip_threshold`, as one process does."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class WithOwnMasters:
 def _installed() -> Iterator[None]:
     """Inside, Megatron finds this FusedAdam, and uses it."""
     import megatron.core.optimizer as optimizers
-    from megatron.core.optimizer import distrib_optimizer, optimizer_config
+    from megatron.core.optimizer import optimizer_config
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
     engine = {f"transformer_engine{name}": ModuleType(name) for name in ("", ".pytorch", ".pytorch.optimizers")}

@@ -38,7 +38,7 @@ class Stage:
         return [*self.decayed, *self.plain]
 
     def fill(self, weights: Sequence[Tensor]) -> None:
-        """Write weights in place as an optimizer does, unseen by the check of autograd: what is saved of them changes."""
+        """Write weights in place as an optimizer does, unseen by autograd's check: what is saved of them changes."""
         for parameter, weight in zip(self.parameters, weights, strict=True):
             parameter.data.copy_(weight)
 

@@ -158,7 +158,7 @@ def _learning_rate(options: TrainOptions, batch: int) -> float:
 
 
 def _digest(stages: Sequence[Stage], options: TrainOptions) -> str:
-    """As a run's: each process' parameters under the names that the wrappers for data parallelism and bf16 give them."""
+    """As a run's: each process' parameters by the names that the wrappers for data parallelism and bf16 give them."""
     each = []
     for stage in stages:
         wrapped: nn.Module = nn.ModuleDict({"module": stage.module})

@@ -45,9 +45,8 @@ _CALLED: Final[Mapping[str, Changes]] = {
     ),
     **members(_SHARDED, ("model_float16_groups", "model_fp32_groups", "shard_float16_groups", "shard_fp32_groups")),
     "megatron.core.optimizer.distrib_optimizer:Range.normalize": "(self, start=0)",
-    **members(_GROUP, ("start_grad_sync", "finish_grad_sync"), _GRAD_SYNC),
     f"{_GROUP}.start_param_sync": "(self, force_sync=False)",
-    **members(_GROUP, ("buckets", "grad_reduce_handle")),
+    f"{_GROUP}.buckets": PRESENT,
     **members(
         _DDP, ("buffers", "expert_parallel_buffers", "bucket_groups", "expert_parallel_bucket_groups", "ddp_config")
     ),
@@ -96,6 +95,8 @@ _ASSIGNED: Final[Mapping[str, Mapping[str, Changes]]] = {
     },
     "2bw: gradients are reduced beside the next forward, whether or not Megatron overlaps it": {
         f"{_GROUP}.ddp_config": PRESENT,
+        f"{_GROUP}.grad_reduce_handle": PRESENT,
+        **members(_GROUP, ("start_grad_sync", "finish_grad_sync"), _GRAD_SYNC),
     },
     "2bw: what Megatron would sum over stages while they wait for each other is summed beside what they compute": {
         f"{PARALLEL_STATE}:get_pipeline_model_parallel_group": "(check_initialized=True)",

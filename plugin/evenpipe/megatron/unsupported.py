@@ -15,10 +15,10 @@ __all__ = [
     "captures",
     "overlaps",
     "packs",
+    "refusals_of",
     "refuse_unsupported",
     "refused_arguments",
     "refused_in_a_v",
-    "refused_in_place",
     "refused_settings",
     "refused_with_search",
     "refused_with_tuning",
@@ -169,16 +169,6 @@ _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "mtp_detach_heads": "clips multi-token prediction by a norm of its own, and 2bw clips all by one",
 }
 
-_WAITS = "decides a step by all stages' gradients, and under paci a stage steps before the stages ahead end the batch"
-_IN_PLACE: Mapping[str, str] = {
-    **dict.fromkeys(("clip_grad", "fp16", "calculate_per_token_loss", "grad_norm_skip_threshold"), _WAITS),
-    **dict.fromkeys(("fp8", "fp4"), "keeps quantised copies of weights, which paci changes amid their micro-batches"),
-    **dict.fromkeys(("num_experts", "num_moe_experts"), "has not been shown to train by paci's rule"),
-}
-_NEEDED_IN_PLACE: Mapping[str, str] = {
-    "untie_embeddings_and_output_weights": "ties a weight over stages, whose step waits for another stage's gradient",
-}
-
 _JOINS_AT_LOGS = "joins all stages at each log"
 _BETWEEN = "reads or changes gradients or weights before the step, which 2bw finishes in the next iteration"
 _ARGUMENTS_WITH_TWO_VERSIONS: Mapping[str, str] = {
@@ -259,12 +249,12 @@ _ONE_SIZE: Mapping[str, str] = {
 
 def refused_with_tuning(args: Any) -> Iterator[Refusal]:
     """Return a refusal for each of Megatron's arguments that does not go together with --group-size auto."""
-    return _given(args, _WITH_TUNING, "leave it out, or give --group-size a number")
+    return refusals_of(args, _WITH_TUNING, "leave it out, or give --group-size a number")
 
 
 def refused_with_search(args: Any) -> Iterator[Refusal]:
     """Return a refusal for each of Megatron's arguments that does not go together with a searched schedule."""
-    return _given(args, _WITH_SEARCH, "leave it out, or use another schedule")
+    return refusals_of(args, _WITH_SEARCH, "leave it out, or use another schedule")
 
 
 #: What the setting is called, and has to be, where Transformer Engine captures: until 0.14, and since.
@@ -305,18 +295,13 @@ def refused_with_two_versions(
 
     `settings` are a configuration of Megatron's model, data parallelism or optimizer, or Megatron's arguments.
     """
-    return _given(settings, _WITH_TWO_VERSIONS, remedy)
-
-
-def refused_in_place(settings: Any) -> Iterator[Refusal]:
-    """Yield a refusal for each of the `settings`, as above, that does not go together with steps in place (paci)."""
-    return _given(settings, _IN_PLACE, "turn it off, or use 2bw")
+    return refusals_of(settings, _WITH_TWO_VERSIONS, remedy)
 
 
 def refused_in_a_v(args: Namespace) -> Iterator[Refusal]:
     """Yield a refusal for each of Megatron's arguments that does not go together with chunks in a V."""
-    yield from _given(args, _FILES_IN_A_V, "use torch_dist")
-    yield from _given(args, _IN_A_V, "leave it out, or use 1f1b")
+    yield from refusals_of(args, _FILES_IN_A_V, "use torch_dist")
+    yield from refusals_of(args, _IN_A_V, "leave it out, or use 1f1b")
 
 
 def unlike_a_v(args: Namespace) -> Iterator[str]:
@@ -334,19 +319,13 @@ def unlike_a_v(args: Namespace) -> Iterator[str]:
         )
 
 
-def refused_arguments(args: Namespace, bpipe: bool, in_place: bool = False) -> Iterator[Refusal]:
-    """Yield a refusal for each of Megatron's arguments that does not go together with 2BW, or with BPipe on it.
-
-    in_place: of paci, which keeps one weight version.
-    """
+def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:
+    """Yield a refusal for each of Megatron's arguments that does not go together with 2BW, or with BPipe on it."""
     remedy = "leave it out, or use --evenpipe-schedule 1f1b"
     if bpipe:
-        yield from _given(args, _ARGUMENTS_WITH_BPIPE_TOO, "leave it, or --bpipe, out")
-    if in_place:
-        yield from refused_in_place(args)
-        yield from _given(args, _NEEDED_IN_PLACE, "add it, or use 2bw")
+        yield from refusals_of(args, _ARGUMENTS_WITH_BPIPE_TOO, "leave it, or --bpipe, out")
     yield from refused_with_two_versions(args, remedy)
-    yield from _given(args, _ARGUMENTS_WITH_TWO_VERSIONS, remedy)
+    yield from refusals_of(args, _ARGUMENTS_WITH_TWO_VERSIONS, remedy)
 
 
 def refused_settings(settings: Any, bpipe: bool, halves: bool = False, swaps: bool = False) -> Iterator[Refusal]:
@@ -355,17 +334,17 @@ def refused_settings(settings: Any, bpipe: bool, halves: bool = False, swaps: bo
     With `bpipe` and `swaps` this includes BPipe and swaps, with `halves` backwards in halves. `settings` is Megatron's
     model configuration, or its arguments, whose attributes have the same names.
     """
-    yield from _given(settings, _ALWAYS, "turn it off, or EvenPipe's schedule")
+    yield from refusals_of(settings, _ALWAYS, "turn it off, or EvenPipe's schedule")
     if bpipe or swaps:
         ours = " and ".join(["BPipe"] * bpipe + ["swaps"] * swaps)
-        yield from _given(settings, _MOVING, f"turn it off, or {ours}")
+        yield from refusals_of(settings, _MOVING, f"turn it off, or {ours}")
         if _captures_whole_layers(settings):
             remedy = f"capture parts of layers alone (--cuda-graph-scope attn moe_router), or turn it or {ours} off"
-            yield from _given(settings, _WHOLE_LAYERS_MOVING, remedy)
+            yield from refusals_of(settings, _WHOLE_LAYERS_MOVING, remedy)
     if swaps:
-        yield from _given(settings, _SWAPPING, "turn it off, or swaps")
+        yield from refusals_of(settings, _SWAPPING, "turn it off, or swaps")
     if halves:
-        yield from _given(settings, _WITH_HALVES, "turn it off, or use 1f1b")
+        yield from refusals_of(settings, _WITH_HALVES, "turn it off, or use 1f1b")
 
 
 def _captures_whole_layers(settings: Any) -> bool:
@@ -379,7 +358,7 @@ def _captures_whole_layers(settings: Any) -> bool:
     return "full" in parts or {"attn", "moe" if experts else "mlp"} <= parts
 
 
-def _given(settings: Any, reasons: Mapping[str, str], remedy: str) -> Iterator[Refusal]:
+def refusals_of(settings: Any, reasons: Mapping[str, str], remedy: str) -> Iterator[Refusal]:
     """Yield a refusal for each setting in `reasons` whose value is refused.
 
     A row "setting=value" refuses that value alone. Any other row refuses the values that `_REFUSED_AT` names or,

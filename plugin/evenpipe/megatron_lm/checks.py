@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from evenpipe.megatron.grouping import group_size
+from evenpipe.megatron.in_place import refused_in_place
 from evenpipe.megatron.unsupported import (
     Refusal,
     overlaps,
@@ -66,12 +67,13 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
             raise ArgumentError(f"{asked} with --overlap-moe-expert-parallel-comm: {said}") from None
         for line in _with_megatrons(config, args):
             raise ArgumentError(line)
-        with_two_versions = refused_arguments(args, config.bpipe, not config.delayed) if config.streams else ()
+        with_two_versions = refused_arguments(args, config.bpipe) if config.streams else ()
+        in_place = refused_in_place(args) if config.streams and not config.delayed else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
         with_search = refused_with_search(args) if "times" in config.spec.needs else ()
         settings = refused_settings(args, config.bpipe, "split" in spec.needs, config.swap is not None)
         in_a_v = refused_in_a_v(args) if "vee" in _needed(config, args) else ()
-        refused = (*settings, *with_two_versions, *with_tuning, *with_search, *in_a_v)
+        refused = (*settings, *with_two_versions, *in_place, *with_tuning, *with_search, *in_a_v)
         for refusal in refused or _refused_capture(config, args):
             raise ArgumentError(f"{asked}: {refusal.why}: {refusal.remedy}")
 
@@ -153,8 +155,8 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
             size, samples = "--rampup-batch-size", int(args.rampup_batch_size[0])
         if samples // together < stages:
             yield (
-                f"{flag('schedule')} {config.schedule}: {size} {samples} makes {samples // together} micro-batches, fewer than "
-                f"--pipeline-model-parallel-size {stages}: make it at least {stages * together}, or use 1f1b"
+                f"{flag('schedule')} {config.schedule}: {size} {samples} makes {samples // together} micro-batches, "
+                f"fewer than --pipeline-model-parallel-size {stages}: make it at least {stages * together}, or use 1f1b"
             )
     if stages < 2:
         yield f"{asked}: --pipeline-model-parallel-size {stages} is no pipeline: use at least 2 stages"

@@ -103,7 +103,7 @@ class WeightPrediction:
         self._shown = not self._shown
 
 
-#: Attributes by which an optimizer has masters of its own: Transformer Engine's FusedAdam, Megatron's for the host.
+#: Attributes of optimizers that have masters of their own: Transformer Engine's FusedAdam, Megatron's for the host.
 _OWN_MASTERS: Final = ("master_weights", "param_update_in_fp32")
 
 
@@ -125,8 +125,8 @@ class ErrorFeedback:
                 )
             if any(getattr(optimizer, name, False) for name in _OWN_MASTERS):
                 raise ValueError(
-                    f"2bw: error-feedback corrects masters, which {type(optimizer).__name__} keeps in its own state, in "
-                    "part or on the host: use weight-prediction"
+                    f"2bw: error-feedback corrects masters, which {type(optimizer).__name__} keeps in its own state, "
+                    "in part or on the host: use weight-prediction"
                 )
         self._optimizers = list(optimizers)
         stepped = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]

@@ -98,9 +98,8 @@ class MegatronEngine:
         extra = schedule.extra
         if extra is not None:
             extra.load_state_dict(state["extra"])
-        return changed_versions(
-            state["extra"], extra is not None and not learner.options.in_place, learner.options.delay_correction
-        )
+        keeps_older = extra is not None and not learner.options.in_place
+        return changed_versions(state["extra"], keeps_older, learner.options.delay_correction)
 
     def begin(self, iteration: int) -> None:
         self._first = iteration

@@ -15,10 +15,12 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from evenpipe.megatron.in_place import refused_in_place
+from evenpipe.megatron.two_bw.buckets import say_what_is_under_way
 from evenpipe.megatron.two_bw.figures import local_figures
 from evenpipe.megatron.two_bw.quantised import Quantised
 from evenpipe.megatron.two_bw.routers import Routers
-from evenpipe.megatron.unsupported import refused_in_place, refused_with_two_versions
+from evenpipe.megatron.unsupported import refused_with_two_versions
 from evenpipe.runtime.exchange import JointExchange
 from evenpipe.runtime.heartbeat import hearing
 from evenpipe.runtime.weight_versions import Alias, WeightVersions
@@ -77,9 +79,7 @@ class TwoBWOptimizer(Gradients):
         )
         self.waits = self.decides or self._tied is not None
         if in_place and self.waits:
-            raise ValueError(
-                "paci: the step of a tied embedding waits for another stage's gradient: untie it, or use 2bw"
-            )
+            raise ValueError("paci: a tied embedding's step waits for another stage's gradient: untie it, or use 2bw")
         self.loss_scale = _loss_scale(scalers) if scalers else None
         self.exchange = JointExchange(list(self._counted_in), 4, torch.device(torch.cuda.current_device()))
         self.routers = Routers(self._model)
@@ -92,7 +92,7 @@ class TwoBWOptimizer(Gradients):
             # Asynchronous whether or not Megatron was told to overlap it with the last backward.
             bucket.ddp_config = dataclasses.replace(bucket.ddp_config, overlap_grad_reduce=True)
             if bucket.ddp_config.num_distributed_optimizer_instances > 1:
-                _say_what_is_under_way(bucket)
+                say_what_is_under_way(bucket)
         self._gathers = bool(model[0].ddp_config.overlap_param_gather)
         if self._gathers:
             # Forwards wait for versions, not for what each layer finds under way.
@@ -336,25 +336,6 @@ def _check_steps(optimizer: Any) -> None:
                 f"2bw: {type(part).__name__} reduces gradients into shards of whole parameters, each as it is shaped, "
                 "and 2bw holds shards that are cut anywhere: leave --use-distributed-optimizer out"
             )
-
-
-def _say_what_is_under_way(bucket: Any) -> None:
-    """Have a group of buckets have a handle while it is reduced, as it has none with several optimizer instances.
-
-    Their reduction is on a stream of its own, which `finish_grad_sync` waits for. It would be started twice.
-    """
-    start, finish = bucket.start_grad_sync, bucket.finish_grad_sync
-
-    def started(*args: Any, **kwargs: Any) -> None:
-        if bucket.grad_reduce_handle is None:
-            start(*args, **kwargs)
-            bucket.grad_reduce_handle = bucket.communication_stream
-
-    def finished(*args: Any, **kwargs: Any) -> None:
-        finish(*args, **kwargs)
-        bucket.grad_reduce_handle = None
-
-    bucket.start_grad_sync, bucket.finish_grad_sync = started, finished
 
 
 def _is_layer_wise(optimizer: Any) -> bool:

@@ -105,8 +105,8 @@ class TwoBWLoop:
         if args.rerun_mode != "disabled":
             if args.rank == 0:
                 say(
-                    f"{schedule.programs.spec.name}: --rerun-mode {args.rerun_mode} is disabled, as a stream of batches cannot be run again; "
-                    "a loss that is no number still ends the run"
+                    f"{schedule.programs.spec.name}: --rerun-mode {args.rerun_mode} is disabled, as a stream of "
+                    "batches cannot be run again; a loss that is no number still ends the run"
                 )
             args.rerun_mode = "disabled"
 
