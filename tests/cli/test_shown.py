@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenpipe.cli.main import main
 from evenpipe.cli.shown import console_of, in_runs, print_prose, print_table
+from tests.end_to_end.test_readme import MODEL
 
 SCHEDULE = [sys.executable, "-m", "evenpipe", "schedule", "--schedule", "1f1b", "--stages", "2", "--micro-batches", "2"]
 HEADS = ("stage", "weights", "total", "why")
@@ -100,3 +102,29 @@ def test_a_stream_of_ascii_gets_ascii() -> None:
     done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
     assert "(x: so many stages in a row)" in done.stdout.decode("ascii")
+
+
+GPT = "--model gpt3-13b --cluster 1x8-a100-80gb --global-batch-size 32"
+
+
+@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"estimate {GPT} --stages 2 --tensor-parallel 4",
+        f"plan {GPT} --schedule 1f1b,kfkb --stages 2",
+        f"fit --keep t,p,c,b,schedule,gradients,moments -- torchrun pretrain_gpt.py {' '.join(MODEL)}",
+        "simulate --schedule 1f1b --stages 4 --micro-batches 8 --bpipe --one-queue",
+        "schedule --schedule interleaved --stages 4 --micro-batches 8 --chunks 2",
+        "simulate --schedule zbv --stages 4 --micro-batches 8 --chunks 2",
+    ],
+    ids=lambda command: command.split()[0] if isinstance(command, str) else command,
+)
+def test_every_line_fits_but_commands_and_single_words(
+    command: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    main(command.split())
+    text = capsys.readouterr().out
+    wide = [line for line in text.splitlines() if len(line) > width and not line.startswith("evenpipe ")]
+    assert [line for line in wide if " " in line.strip()] == []

@@ -10,7 +10,7 @@ from typing import Final
 
 from evenpipe.cli.parser import Commands, RunFailed, UsageError, add_command
 from evenpipe.cli.progress import progress
-from evenpipe.cli.shown import console_of, in_runs, print_table
+from evenpipe.cli.shown import console_of, in_runs, print_prose, print_table
 from evenpipe.cli.training import add_fields, options_from
 from evenpipe.cli.values import gibibytes, picture_file, sample_count, write
 from evenpipe.planner.group_memory import PlanError, StageMemory, candidates, divisors, peak_bytes
@@ -83,7 +83,7 @@ def _run(arguments: Namespace) -> None:
         print(json.dumps(_document(found, peaks)))
         return
     console = console_of()
-    console.print(title, style="bold")
+    print_prose(console, title, "bold")
     print_table(
         console, ("k", "b", "m", "peak GiB", "of each stage"), _rows(found, peaks), "×: so many stages in a row"
     )

@@ -192,7 +192,8 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
     if nodes.groups:
         print_prose(console, stages_on([stage.nodes for stage in shown.stages]))
     sure = shown.uncertainty
-    console.print(
+    print_prose(
+        console,
         f"{'fits' if shown.fits else 'does not fit'}; iteration {shown.iteration_ms:,.0f} ms ({sure}: "
         f"{sure.meaning}), {shown.samples_per_second:.2f} samples/s, {shown.tokens_per_second:,.0f} tokens/s/GPU",
     )

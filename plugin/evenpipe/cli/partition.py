@@ -312,7 +312,7 @@ def _run(arguments: Namespace) -> int:
         print(json.dumps(plan.model_dump(mode="json") | batch))
         return 0
     console = console_of()
-    console.print(_title(plan), style="bold")
+    print_prose(console, _title(plan), "bold")
     print_plan(console, plan)
     if plan.front:
         print_front(console, plan)

@@ -26,32 +26,28 @@ def show(megatron: Findings | None, deepspeed: Findings | None, console: Console
         _show_one("megatron-core", megatron, console)
         for remark in (_absence(megatron), wrong_apex()):
             if remark is not None:
-                _say(console, f"\n{remark}")
+                print_prose(console, f"\n{remark}")
     if None not in (megatron, deepspeed) or installed:
-        _say(console, "")
+        print_prose(console, "")
     if deepspeed is not None:
         _show_one("deepspeed", deepspeed, console)
     elif installed:
-        _say(console, "deepspeed: not installed here", "bold")
+        print_prose(console, "deepspeed: not installed here", "bold")
 
 
 def _show_one(name: str, findings: Findings, console: Console) -> None:
     version = f"{name} {findings.version}" if findings.version else name
     verdict = "supported" if findings.supported else "not supported"
-    _say(console, f"{version}{f' in {findings.root}' if findings.root else ''}: {verdict}", "bold")
+    print_prose(console, f"{version}{f' in {findings.root}' if findings.root else ''}: {verdict}", "bold")
     for heading, rows in _sections(findings.findings):
-        _say(console, f"\n{heading}", "bold")
+        print_prose(console, f"\n{heading}", "bold")
         _print_items(console, rows)
     said: set[str] = set()
     for purpose in Purpose:
         for line in findings.problems(purpose):
             if line not in said:
-                _say(console, f"\n{'' if purpose is Purpose.TRAINING else f'{purpose.value}: '}{line}")
+                print_prose(console, f"\n{'' if purpose is Purpose.TRAINING else f'{purpose.value}: '}{line}")
                 said.add(line)
-
-
-def _say(console: Console, line: str, style: str = "") -> None:
-    console.print(line, style=style, soft_wrap=True)
 
 
 def _absence(findings: Findings) -> str | None:
@@ -86,7 +82,7 @@ def _print_items(console: Console, findings: Sequence[Finding]) -> None:
         below = len(head) + max(map(len, symbols)) > console.width
         indent = " " * (6 if below else len(head))
         lines = [f"{indent}{symbol}" for symbol in symbols]
-        _say(console, "\n".join([head.rstrip(), *lines] if below else [head + symbols[0], *lines[1:]]))
+        print_prose(console, "\n".join([head.rstrip(), *lines] if below else [head + symbols[0], *lines[1:]]))
         if item.reason is not None:
             print_prose(console, f"{indent}{item.reason}", "dim")
 

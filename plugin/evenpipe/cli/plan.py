@@ -176,10 +176,11 @@ _GIB: Final = 2**30
 def show(plan: Plan, command: str) -> None:
     """Print the fastest runs, the ``command`` that says more of the first, and why others are not taken."""
     console = console_of()
-    console.print(
+    print_prose(
+        console,
         f"{plan.model} on {plan.cluster} with {plan.framework}, at most {plan.global_batch_size} samples of "
         f"{plan.seq_length:,} tokens an iteration",
-        style="bold",
+        "bold",
     )
     late = any(one.iterations_to_same_loss != 1 for one in plan.plans)
     heads = (
@@ -215,15 +216,15 @@ def show(plan: Plan, command: str) -> None:
             f"to the same loss: 2bw needs {ITERATIONS_WITH_LATE_GRADIENTS - 1:.0%} more iterations (PipeDream-2BW "
             "§5.1), which the order of plans counts",
         )
-    console.print(f"GiB of each stage, of {plan.device_gib:g} (×: so many stages in a row)", style="bold")
+    print_prose(console, f"GiB of each stage, of {plan.device_gib:g} (×: so many stages in a row)", "bold")
     for number, one in enumerate(plan.plans, 1):
         print_prose(console, f"  {number}: {_memory(one)}")
         if one.each_stage[0].nodes:
             print_prose(console, f"     {stages_on([stage.nodes for stage in one.each_stage])}")
     best = plan.plans[0]
     if best.global_batch_size < plan.global_batch_size:
-        console.print(
-            f"batch: {best.global_batch_size} samples, the most that {best.data_parallel} replicas share alike"
+        print_prose(
+            console, f"batch: {best.global_batch_size} samples, the most that {best.data_parallel} replicas share alike"
         )
     sure = Uncertainty(**best.uncertainty)  # type: ignore[arg-type]
     print_prose(console, f"an iteration takes {best.iteration_ms:,.0f} ms ({sure}: {sure.meaning})")
@@ -234,10 +235,11 @@ def show(plan: Plan, command: str) -> None:
     for one_rejected in plan.rejected:
         print_prose(console, f"  {one_rejected.family}: {one_rejected.reason}")
     runs = plan.runs
-    console.print(
+    print_prose(
+        console,
         f"{runs['weighed']:,} runs: {runs['too_large']:,} do not fit, {runs['slower']:,} are slower by their bounds, "
         f"{runs['simulated']:,} simulated",
-        style="dim",
+        "dim",
     )
 
 

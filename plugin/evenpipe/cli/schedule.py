@@ -17,7 +17,7 @@ from evenpipe.cli.options import (
     write_simulated,
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
-from evenpipe.cli.shown import DRAWN_WIDTH, console_of, print_table
+from evenpipe.cli.shown import DRAWN_WIDTH, console_of, print_prose, print_table
 from evenpipe.cli.values import output_file, write
 from evenpipe.report.files import write_atomically
 from evenpipe.report.grid import timeline_grid
@@ -107,7 +107,7 @@ def _run(arguments: Namespace) -> None:
         print(json.dumps(_document(schedule, bpipe)))
         return
     console = console_of()
-    console.print(title, style="bold")
+    print_prose(console, title, "bold")
     actions = sum(map(len, schedule.actions))
     if actions <= _DRAWN_AT_MOST:
         console.print(timeline_grid(program, min(console.width, DRAWN_WIDTH)))

@@ -55,7 +55,7 @@ def in_runs(values: Iterable[str]) -> str:
 
 def print_prose(console: Console, text: str, style: str = "") -> None:
     """Print sentences, wrapped between words; a longer word, such as a path, stays whole, and an indent is kept."""
-    for line in text.splitlines():
+    for line in text.splitlines() or [""]:
         indent = " " * (len(line) - len(line.lstrip()))
         further = indent and f"{indent}  "
         width = max(1, console.width)

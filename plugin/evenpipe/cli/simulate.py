@@ -23,7 +23,7 @@ from evenpipe.cli.options import (
     write_simulated,
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
-from evenpipe.cli.shown import console_of, print_table
+from evenpipe.cli.shown import console_of, print_prose, print_table
 from evenpipe.cli.values import bandwidth_gbps, duration_ms, durations_ms, mebibytes, write
 from evenpipe.schedule import GAINING, OWN_ENDS, SWAP_OUT, WEIGHT_GRADIENT, Schedule, ScheduleError, most_whole
 from evenpipe.schedule.search.costs import held_bytes
@@ -127,7 +127,7 @@ def _run(arguments: Namespace) -> None:
         print(json.dumps(simulation_document(program, costs, simulation) | on_devices))
         return
     console = console_of()
-    console.print(title, style="bold")
+    print_prose(console, title, "bold")
     _print(console, simulation, _bytes(arguments, schedule), _swaps(schedule, costs))
     if on_devices_ms is not None:
         console.print(
