@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,22 +10,9 @@ from subprocess import PIPE
 import pytest
 
 from evenpipe.cli.main import main
+from tests.refusals import refusal
 
 GOOD = {"--schedule": "1f1b", "--stages": "4", "--micro-batches": "8"}
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    captured = capsys.readouterr()
-    assert caught.value.code == 2
-    assert captured.err.endswith("\n")
-    assert captured.err.count("\n") == 1
-    if "--json" in argv:
-        assert json.loads(captured.out) == {"error": captured.err.partition(": error: ")[2].removesuffix("\n")}
-    else:
-        assert captured.out == ""
-    return captured.err
 
 
 def options(changes: dict[str, str], *flags: str) -> list[str]:

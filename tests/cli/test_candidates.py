@@ -11,18 +11,9 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from evenpipe.cli.main import main
+from tests.refusals import refusal
 
 SMALL = ["candidates", "--stages", "2", "--layers", "2", "--hidden", "32", "--seq-length", "16"]
-
-
-def _refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    captured = capsys.readouterr()
-    assert caught.value.code == 2
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 @pytest.mark.long
@@ -30,7 +21,7 @@ def test_the_memory_that_is_asked_for_is_what_the_first_candidate_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     plan = [*SMALL, "--device", "cpu", "--data-parallel", "2", "--global-batch-size", "16", "--memory-gib"]
-    said = _refusal(capsys, *plan, "0.0001")
+    said = refusal(capsys, *plan, "0.0001")
     assert "--memory-gib 0.0001: no micro-batch size fits: stage 0 needs" in said
     [asked] = re.findall(r"give at least (\S+) GiB", said)
 
@@ -65,4 +56,4 @@ def test_the_memory_that_is_asked_for_is_what_the_first_candidate_takes(
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
-    assert said in _refusal(capsys, *SMALL, "--memory-gib", "1", *flags)
+    assert said in refusal(capsys, *SMALL, "--memory-gib", "1", *flags)

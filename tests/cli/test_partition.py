@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evenpipe.cli.main import main
 from evenpipe.stage_code import Draws, load_parts
+from tests.refusals import refusal
 
 MODEL = """
 import torch
@@ -54,16 +55,6 @@ def profile(file: Path) -> Path:
     path = file.with_name("profile.json")
     main(["partition", "--module", f"{file}:chain", "--stages", "2", "--json", "--profile-out", str(path)])
     return path
-
-
-def _refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(["partition", *argv])
-    captured = capsys.readouterr()
-    assert caught.value.code == 2
-    assert captured.out == "" or "--json" in argv
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 def test_a_plan_covers_all_nodes_with_the_times_of_the_profile(
@@ -139,7 +130,7 @@ def test_stages_that_would_train_otherwise_than_the_model_are_not_written(
         "        return (super().forward(x) * len(scale.read_text())).square().mean()\n\n\n"
         "def made():\n    return Drifting(nn.Linear(4, 4), nn.Linear(4, 4)), {'x': torch.randn(2, 4)}\n"
     )
-    said = _refusal(capsys, "--module", f"{file}:made", "--stages", "2", "--out", str(tmp_path / "P.json"))
+    said = refusal(capsys, "partition", "--module", f"{file}:made", "--stages", "2", "--out", str(tmp_path / "P.json"))
     assert "P.json: the loss by the plan's stages differs from the model's own by " in said
     assert not list(tmp_path.glob("P.*"))
 
@@ -181,15 +172,15 @@ def test_links_between_stages_are_a_clusters_or_as_said_and_slow_ones_are_warned
     assert slow["batch_ms"] > fast["batch_ms"]
     assert "condition 2 of DawnPiper's Theorem 4.1" in said[1].err
     assert said[1].err.count("\n") == 1
-    assert "1x1-a100-40gb: has 1 GPUs, too few for 2 stages" in _refusal(
-        capsys, *asked[1:], "--cluster", "1x1-a100-40gb"
+    assert "1x1-a100-40gb: has 1 GPUs, too few for 2 stages" in refusal(
+        capsys, "partition", *asked[1:], "--cluster", "1x1-a100-40gb"
     )
-    assert "has h100, and times are of a100-40gb" in _refusal(capsys, *asked[1:], "--cluster", "1x8-h100")
+    assert "has h100, and times are of a100-40gb" in refusal(capsys, "partition", *asked[1:], "--cluster", "1x8-h100")
 
 
 def test_what_the_error_asks_for_is_enough(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--profile", str(profile), "--stages", "2", "--memory-gib"]
-    said = _refusal(capsys, *asked, "0.0001")
+    said = refusal(capsys, "partition", *asked, "0.0001")
     assert "--memory-gib 0.0001: no partition fits: give at least " in said
     enough = said.partition("at least ")[2].split(",")[0].strip()
     main(["partition", *asked, enough, "--json"])
@@ -228,4 +219,4 @@ def test_what_cannot_be_is_one_line(
 ) -> None:
     capsys.readouterr()
     given = [word.replace("FILE", str(file)).replace("PRO" + str(file), str(profile)) for word in flags]
-    assert said in _refusal(capsys, *given)
+    assert said in refusal(capsys, "partition", *given)

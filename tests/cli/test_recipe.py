@@ -13,19 +13,11 @@ from evenpipe.cli.main import main
 from evenpipe.descriptions import model
 from evenpipe.planner.counted_flops import logged_flops
 from evenpipe.planner.run import Run
+from tests.refusals import refusal
 
 SMALL = ["--model", "gpt2-355m", "--cluster", "1x8-v100-16gb", "--precision", "fp16"]
 FEW = ["--global-batch-size", "32", "--schedule", "1f1b", "--stages", "4"]
 MEGATRON = ["--framework", "megatron", "--launcher", "torchrun"]
-
-
-def refused(capsys, *words):
-    with pytest.raises(SystemExit) as end:
-        main(["recipe", *map(str, words)])
-    assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1, said
-    return said
 
 
 def test_it_plans_and_writes_and_says_what_is_predicted(tmp_path, capsys):
@@ -55,13 +47,15 @@ def test_a_plan_is_carried_out_as_it_is(tmp_path, capsys):
     assert f"--tensor-model-parallel-size {best['tensor_parallel']}" in script
     assert "--fp16" in script, "precision that was asked of the plan"
     other = [*SMALL[:2], "--cluster", "2x8-v100-16gb", *MEGATRON]
-    assert "is for --cluster 1x8-v100-16gb" in refused(capsys, "gpt", *other, "--plan", plan, "--out", tmp_path / "b")
-    shorter = [*SMALL[:4], "--seq-length", 256, *MEGATRON]
-    assert "is for --seq-length 512, not 256" in refused(
-        capsys, "gpt", *shorter, "--plan", plan, "--out", tmp_path / "b"
+    assert "is for --cluster 1x8-v100-16gb" in refusal(
+        capsys, "recipe", "gpt", *other, "--plan", plan, "--out", tmp_path / "b"
     )
-    assert "--stages: the plan says it" in refused(
-        capsys, "gpt", *SMALL[:4], *MEGATRON, "--plan", plan, "--stages", 2, "--out", tmp_path / "b"
+    shorter = [*SMALL[:4], "--seq-length", 256, *MEGATRON]
+    assert "is for --seq-length 512, not 256" in refusal(
+        capsys, "recipe", "gpt", *shorter, "--plan", plan, "--out", tmp_path / "b"
+    )
+    assert "--stages: the plan says it" in refusal(
+        capsys, "recipe", "gpt", *SMALL[:4], *MEGATRON, "--plan", plan, "--stages", 2, "--out", tmp_path / "b"
     )
 
 
@@ -143,7 +137,7 @@ def test_a_plan_that_no_recipe_starts_says_what_to_plan_instead(capsys):
 def test_nothing_is_written_over_without_force(tmp_path, capsys):
     (tmp_path / "train.sh").write_text("mine")
     words = ["gpt", *SMALL, *FEW, *MEGATRON, "--out", str(tmp_path)]
-    assert "--force" in refused(capsys, *words)
+    assert "--force" in refusal(capsys, "recipe", *words)
     assert (tmp_path / "train.sh").read_text() == "mine"
     main(["recipe", *words, "--force"])
     assert (tmp_path / "train.sh").read_text() != "mine"
@@ -218,12 +212,12 @@ REFUSED = {
 def test_what_does_not_exist_is_refused_with_what_to_use(why, tmp_path, capsys):
     words, said = REFUSED[why]
     launcher = [] if "--launcher" in words else ["--launcher", "slurm"]
-    assert said in refused(capsys, *words, *launcher, "--out", tmp_path / "out")
+    assert said in refusal(capsys, "recipe", *words, *launcher, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    said = refused(capsys, "gpt", *SMALL, *FEW, *MEGATRON, "--out", tmp_path / "file" / "out")
+    said = refusal(capsys, "recipe", "gpt", *SMALL, *FEW, *MEGATRON, "--out", tmp_path / "file" / "out")
     assert f"--out {Path(tmp_path, 'file', 'out')}" in said
-    assert "is a file" in refused(capsys, "gpt", *SMALL, *FEW, *MEGATRON, "--out", tmp_path / "file")
+    assert "is a file" in refusal(capsys, "recipe", "gpt", *SMALL, *FEW, *MEGATRON, "--out", tmp_path / "file")

@@ -11,6 +11,7 @@ from evenpipe.cli.main import main
 from evenpipe.planner.arguments import Pipelined, Values, model_of, parse_flags, run_of
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.recipes.flag_needs import NEEDS, Given, Need, without_effect
+from tests.refusals import refusal
 
 BASE: Final = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --padded-vocab-size 256 --bf16 "
@@ -213,12 +214,8 @@ def test_estimate_and_plan_tell_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])
 def test_what_megatron_refuses_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([command, *WHERE, "--fp8-param-gather"])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 1
-    assert "--fp8-param-gather: works only with --fp8-format; Megatron refuses it here" in said[0]
+    said = refusal(capsys, command, *WHERE, "--fp8-param-gather")
+    assert "--fp8-param-gather: works only with --fp8-format; Megatron refuses it here" in said
 
 
 def test_namespaces_without_values_are_read() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,18 +230,6 @@ def test_v_min_holds_a_third_of_what_1f1b_does(stages: int, micro_batches: int) 
     assert max(schedule.peak_live) == schedule.bound == 2 * held
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-def test_zbv_is_ordered_as_torchs(stages: int) -> None:
-    letters = {"F": "F", "D": "I", "W": "W"}
-    for micro_batches in (1, 2, stages, 2 * stages - 1, 2 * stages, 4 * stages + 1):
-        torchs: Any = SimpleNamespace(pp_group_size=stages, num_stages=2 * stages, _n_microbatches=micro_batches)
-        for stage, row in enumerate(schedules.build("zbv", stages, micro_batches).actions):
-            ordered = ScheduleZBVZeroBubble._calculate_single_rank_operations(torchs, stage)
-            part = [stage, 2 * stages - 1 - stage]
-            ours = [f"{part[action.chunk]}{letters[action.kind]}{action.micro_batch}" for action in row]
-            assert ours == [str(one) for one in ordered if one is not None]
-
-
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(2, 4), st.integers(0, 3))
 def test_interleaved_zb_is_ordered_as_torchs(stages: int, rounds: int, chunks: int, more: int) -> None:
     """Which makes its groups, of p micro-batches or more, as even as they can be."""
@@ -267,13 +254,15 @@ def test_interleaved_zb_has_a_third_of_the_bubble_of_interleaved(stages: int, gr
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-def test_dualpipev_is_ordered_as_torchs(stages: int) -> None:
-    """Whose fused steps are a forward and a backward; it refuses fewer micro-batches than 2p."""
+@pytest.mark.parametrize(("name", "torchs_own"), [("zbv", ScheduleZBVZeroBubble), ("dualpipev", ScheduleDualPipeV)])
+def test_a_v_is_ordered_as_torchs(name: str, torchs_own: Any, stages: int) -> None:
+    """Fused steps of DualPipeV are a forward and a backward; it refuses fewer micro-batches than 2p."""
     letters = {"F": "F", "B": "B", "D": "I", "W": "W"}
-    for micro_batches in (2 * stages, 2 * stages + 1, 4 * stages + 1):
-        torchs: Any = SimpleNamespace(pp_group_size=stages, _n_microbatches=micro_batches)
-        for stage, row in enumerate(schedules.build("dualpipev", stages, micro_batches).actions):
-            ordered = ScheduleDualPipeV._calculate_single_rank_operations(torchs, stage)
+    few = (1, 2, stages, 2 * stages - 1) if name == "zbv" else ()
+    for micro_batches in (*few, 2 * stages, 2 * stages + 1, 4 * stages + 1):
+        torchs: Any = SimpleNamespace(pp_group_size=stages, num_stages=2 * stages, _n_microbatches=micro_batches)
+        for stage, row in enumerate(schedules.build(name, stages, micro_batches).actions):
+            ordered = [step for step in torchs_own._calculate_single_rank_operations(torchs, stage) if step is not None]
             part = [stage, 2 * stages - 1 - stage]
             ours = [f"{part[action.chunk]}{letters[action.kind]}{action.micro_batch}" for action in row]
             assert ours == [str(one) for step in ordered for one in (step.sub_actions or [step])]
@@ -338,97 +327,5 @@ def test_bad_input_is_refused_in_one_line(arguments: tuple[Any, ...], message: s
     assert message in str(refusal.value)
 
 
-class Entry(SimpleNamespace):
-    """An entry point of another package: loads ``spec``, or raises it."""
-
-    def load(self) -> object:
-        if isinstance(self.spec, Exception):
-            raise self.spec
-        return self.spec
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        (ImportError("no module\nof it"), "cannot be loaded (ImportError: no module): mend or remove the package"),
-        (find("1f1b"), "is no evenpipe.schedule.Spec of that name"),
-        ("zigzag", "is no evenpipe.schedule.Spec of that name"),
-    ],
-)
-def test_another_packages_schedule_that_cannot_be_had_is_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, spec: object, said: str
-) -> None:
-    points = [Entry(name="zigzag", value="zig:SPEC", spec=spec), Entry(name="1f1b", value="zig:SPEC", spec=spec)]
-    monkeypatch.setattr(known, "entry_points", lambda group: points)
-    known._others.cache_clear()
-    try:
-        assert names()[-1] == "zigzag"
-        assert find("1f1b") is SPECS["1f1b"]
-        with pytest.raises(ScheduleError, match=r"^schedule=zigzag: its entry point zig:SPEC [^\n]*$") as refusal:
-            find("zigzag")
-        assert said in str(refusal.value)
-    finally:
-        monkeypatch.undo()
-        known._others.cache_clear()
-
-
-def test_a_schedule_that_needs_more_than_it_says_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="schedule zb-h1: needs backwards in two halves: its Spec has to name"):
-        build(replace(find("zb-h1"), needs=frozenset()), Size(2, 4))
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"order": lambda size: {}[size.stages]}, "schedule=1f1b: its Spec fails at this size (KeyError: 2): correct"),
-        ({"order": lambda size: [["F0"]] * size.stages}, "(TypeError: 'F0' in its order is no Action)"),
-        ({"bound": lambda size: size.stages // 0}, "(ZeroDivisionError: "),
-        ({"check": lambda size: [][size.stages]}, "(IndexError: list index out of range)"),
-        (
-            {"order": lambda size: schedules.build("1f1b", *size[:2], bpipe=True).actions, "needs": frozenset()},
-            "schedule=1f1b: its order evicts to partner stages: leave that to bpipe",
-        ),
-    ],
-)
-def test_what_a_specification_does_wrong_is_told_in_one_line(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(ScheduleError) as refusal:
-        build(replace(find("1f1b"), **changed), Size(2 if "evicts" not in said else 4, 8))
-    assert said in str(refusal.value)
-    assert len(str(refusal.value).splitlines()) == 1
-
-
-def test_a_table_of_several_batches_is_a_stream_even_without_updates() -> None:
-    """A run would have given it the micro-batches of one batch."""
-    text = str(schedules.build("1f1b", 2, 8)).replace("micro_batches=8", "micro_batches=4")
-    assert needs_of(Schedule.parse(text.replace("batches=1 ", "batches=2 "))) == {"stream"}
-
-
-@pytest.mark.parametrize(("argument", "fixed"), [("group_size", 2), ("batches", 1), ("chunks", 1)])
-def test_a_table_takes_no_other_sizes_than_its_own(argument: str, fixed: int) -> None:
-    table = schedules.build("kfkb", 2, 8, group_size=2)
-    spec = Spec.of(table, frozenset(["chunks", "groups", "stream"]))
-    assert build(spec, Size(2, 8)).schedule == table
-    with pytest.raises(ScheduleError, match=f"{argument}=3"):
-        build(spec, Size(2, 8)._replace(**{argument: 3}))
-    assert build(spec, Size(2, 8)._replace(**{argument: fixed})).schedule == table
-
-
 def test_64_stages_and_4096_micro_batches_are_built_and_verified_in_less_than_10_s() -> None:
     assert built().seconds < 10
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("stages=2", "stages=999999999", "stages=999999999: 2 rows of actions follow"),
-        ("chunks=1", "chunks=999999999", "chunks=999999999: more than a row has actions"),
-        ("places=loop", "places=0.0,999999999.0", "each stage needs the same number of model chunks"),
-        ("chunks=1", "chunks=0", "line 1: chunks=0: expected a number from 1 to 999999999"),
-        ("bound=2", "bound=2 recomputed=0,9", "line 1: recomputed=0,9: there are parts 0 to"),
-        ("bound=2", "bound=2 recomputed=all", "line 1: recomputed=all: expected positions of parts, such as 0,3"),
-        ("bound=2", "bound=2 bound=3", "line 1: bound: the head line has .* each once"),
-    ],
-)
-def test_a_head_line_of_a_size_that_is_not_there_or_of_two_is_refused_at_once(old: str, new: str, said: str) -> None:
-    with pytest.raises(ScheduleError, match=said):
-        Schedule.parse(str(schedules.build("1f1b", 2, 3)).replace(old, new))
