@@ -83,4 +83,5 @@ def test_flags_that_a_page_adds_to_a_script(page, words, tmp_path, monkeypatch):
     added = [word for word in words[words.index("pretrain_gpt.py") + 1 :] if not word.startswith("<")]
     args, others = add_flags(ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args(added)
     assert config_from(args, []).active
-    assert {word for word in others if word.startswith("-")} <= MEGATRON
+    if "<your flags>" in words:  # a whole line is run by tests/megatron_lm/test_readme.py
+        assert {word for word in others if word.startswith("-")} <= MEGATRON

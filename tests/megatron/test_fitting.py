@@ -144,7 +144,7 @@ def _typed(value: Any) -> Any:
         ("torchrun pretrain_gpt.py", "run: give a line as a list of words"),
         (["torchrun", "train"], "no script"),
         ({"hidden_size": 64}, "--num-layers: not given"),
-        ({"num_layers": "many"}, "invalid int value: 'many'"),
+        ({"num_layers": "many"}, "'many' is no whole number"),
         (SimpleNamespace(model=Provider(pipeline_model_parallel_layout=[["glue"]])), "pipeline_model_parallel_layout"),
     ],
 )

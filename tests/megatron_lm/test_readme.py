@@ -1,11 +1,11 @@
-"""The README's commands for Megatron-LM: each trains, or is estimated, with a small GPT on the CPU."""
+"""The README's commands for Megatron-LM: each trains, or is estimated, with a small GPT on the CPU; and a page's whole."""
 
 import sys
 
 import pytest
 
 from tests.megatron_lm.launch import gpt_flags, launch, start
-from tests.readme import commands_of
+from tests.readme import commands, commands_of
 
 COMMANDS = commands_of("megatron")
 SMALL = (*gpt_flags(4), "--pipeline-model-parallel-size", "2")
@@ -33,3 +33,15 @@ def test_a_dry_run(megatron_lm, words):
     output, _ = job.communicate(timeout=800)
     assert job.returncode == 0, output[-3000:]
     assert "1f1b with BPipe" in " ".join(output.split())
+
+
+def test_the_line_to_try_without_a_gpu(megatron_lm):
+    """Nothing is left to a reader to add; without `--bpipe` losses are the same, as the page says."""
+    [words] = [words for words in commands("docs/megatron.md") if "--mock-data" in words]
+    given = words[words.index("pretrain_gpt.py") + 1 :]
+    processes = int(words[words.index("--nproc-per-node") + 1])
+    run = launch(megatron_lm, "pretrain_gpt.py", processes, given)
+    stock = launch(megatron_lm, "pretrain_gpt.py", processes, [word for word in given if word != "--bpipe"])
+    assert len(run.lines) == 4
+    assert run.lines == stock.lines
+    assert max(run.peak_live) <= 3  # stock: 4

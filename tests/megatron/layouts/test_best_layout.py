@@ -109,7 +109,7 @@ def test_a_model_that_is_too_large_for_this_cpu_needs_a_device():
         (("--pipeline-model-parallel-layout", "Et|t|t|tL"), "already lays the layers out"),
         (("--decoder-first-pipeline-num-layers", "1"), "already lays the layers out"),
         (("--no-such-flag",), "--no-such-flag: not among the flags"),
-        (("--hidden-size", "wide"), "--hidden-size: invalid int value: 'wide'"),
+        (("--hidden-size", "wide"), "--hidden-size: 'wide' is no whole number"),
         (("--num-experts", "4", "--moe-layer-freq", "[0,1]"), "2 entries for 8 layers"),
         (("--num-experts", "4", "--moe-layer-freq", "print()"), "neither a number nor a list"),
         (("--num-layers-per-virtual-pipeline-stage", "3"), "say --num-virtual-stages-per-pipeline-rank"),
