@@ -1,4 +1,4 @@
-"""The README's commands for Megatron-LM: each trains, or is estimated, with a small GPT on the CPU; and a page's whole."""
+"""The README's commands for Megatron-LM, and a page's whole line: each trains, or is estimated, with a small GPT on the CPU."""
 
 import sys
 

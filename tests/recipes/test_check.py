@@ -84,7 +84,7 @@ EDITED = [
     ("--evenpipe-schedule 1f1b", "--evenpipe-schedule 1f1b --group-size 2", "only --evenpipe-schedule kfkb"),
     ("--evenpipe-schedule 1f1b --bpipe", "--evenpipe-schedule gpipe --bpipe", "nothing to level"),
     ("NODES=4", "NODES=2", "32 GPUs"),
-    ("--global-batch-size 128", "--global-batch-size many", "--global-batch-size: invalid int value: 'many'"),
+    ("--global-batch-size 128", "--global-batch-size many", "--global-batch-size: 'many' is no whole number"),
     ("PARALLEL=(", "PARALLEL=((", ""),
     ("MEGATRON_LM=/opt/Megatron-LM", "MEGATRON_LM='/opt/Megatron-LM", "'"),
     ("-m evenpipe run ", "", "starts no `-m evenpipe run`"),
