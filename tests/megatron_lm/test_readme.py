@@ -1,4 +1,4 @@
-"""The README's commands for Megatron-LM, and a page's whole line: each trains, or is estimated, with a small GPT on the CPU."""
+"""The README's commands for Megatron-LM, and a page's whole line: each trains, or is estimated, on the CPU."""
 
 import sys
 
