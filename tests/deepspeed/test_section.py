@@ -74,7 +74,7 @@ def test_a_dictionary_may_have_a_path() -> None:
         (
             {"schedule": "interleaved"},
             'evenpipe.schedule: "interleaved": needs several model chunks a stage, which DeepSpeed\'s engine does not '
-            "offer: choose one of 1f1b, gpipe, 2bw, kfkb, zb-h1, zb-h2",
+            "offer: choose one of 1f1b, gpipe, 2bw, kfkb, zb-h1, zb-h2, searched, auto",
         ),
         (
             {"schedule": "v-half"},
