@@ -151,8 +151,9 @@ def test_additions_in_another_order_are_no_difference_in_bf16(
 
 
 def test_links_between_stages_are_a_clusters_or_as_said_and_slow_ones_are_warned_of(
-    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     asked = ["partition", "--profile", str(profile), "--stages", "2", "--json", "--link-gbps", "7"]
     shared = tmp_path / "slow.yaml"
     shared.write_text(

@@ -108,7 +108,9 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def check(capsys: pytest.CaptureFixture[str], path: Path, *flags: str) -> tuple[int, str]:
-    status = main(["patches", "--check", str(path), *flags])
+    with pytest.MonkeyPatch.context() as wide:
+        wide.setenv("COLUMNS", "300")
+        status = main(["patches", "--check", str(path), *flags])
     captured = capsys.readouterr()
     assert captured.err == ""
     return status, captured.out

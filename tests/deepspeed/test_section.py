@@ -80,7 +80,7 @@ def test_a_dictionary_may_have_a_path() -> None:
             {"schedule": "v-half"},
             'evenpipe.schedule: "v-half": needs several model chunks a stage and model chunks that are not placed '
             "stage by stage, which DeepSpeed's engine does not offer: choose one of 1f1b, gpipe, 2bw, kfkb, zb-h1, "
-            "zb-h2",
+            "zb-h2, searched, auto",
         ),
         (
             {"group_size": "auto"},
