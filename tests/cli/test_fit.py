@@ -207,6 +207,28 @@ def test_a_recipe_from_flags_changes_the_schedule_alone(capsys: pytest.CaptureFi
     assert shown == capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["ds.json"], "--from-flags: ds.json is DeepSpeed's"),
+        (["deepspeed", "train.py", "--deepspeed_config", "ds.json"], "--from-flags: ds.json is DeepSpeed's"),
+        (["deepspeed", "train.py"], "--deepspeed_config: not given"),
+        (["ds.json", "--stages", "4"], "--stages: behind ds.json"),
+        (["run.yaml", "--stages", "4"], "--stages: behind run.yaml"),
+    ],
+)
+def test_a_recipe_from_flags_refuses_what_is_no_line_of_megatron(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 64}')
+    assert said in refusal(capsys, "recipe", "--from-flags", *line)
+
+
 #: As Bridge writes it beside a checkpoint: objects of Python's by their names, and a null for what is not given.
 SAVED = """
 _target_: megatron.bridge.training.config.ConfigContainer

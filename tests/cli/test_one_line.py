@@ -134,7 +134,7 @@ schedule --schedule zb_h1 | --schedule zb_h1: unknown schedule, did you mean zb-
 schedule --stages 1e3 | --stages: '1e3' is no whole number
 schedule --stages | --stages: expected one argument
 schedule --schedule interleaved --chunks 2 --group-size 3 | --group-size 3: interleaved needs groups of at least as many
-schedule --schedule interleaved --chunks 2 --micro-batches 9 --group-size 6 | --micro-batches 9: interleaved needs after
+schedule --schedule interleaved --chunks 2 --micro-batches 9 --group-size 6 | --micro-batches 9: interleaved needs
 schedule --schedule v-half --chunks 3 | --chunks 3: v-half has 2 model chunks a stage
 schedule --out /proc/x.txt | --out: /proc/x.txt: nothing can be written to the folder /proc
 simulate --forward-ms 1e400 | --forward-ms: 1e400 is no duration

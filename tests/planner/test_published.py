@@ -225,6 +225,13 @@ def test_runs_like_tuned_recipes_have_their_uncertainty(
     assert uncertainty_of(model(name), nodes, framework("megatron"), run) == sure
 
 
+@pytest.mark.parametrize(("nodes", "node_gbps", "sure"), [(8, 50.0, TUNED), (8, 25.0, BEYOND), (1, 25.0, TUNED)])
+def test_nodes_of_tuned_recipes_are_linked_as_fast(nodes: int, node_gbps: float, sure: Uncertainty) -> None:
+    where = cluster(f"{nodes}x8-h100").model_copy(update={"node_gbps": node_gbps})
+    run = Run(global_batch=128, tensor=4, stages=2, data=nodes).of(framework("megatron"))
+    assert uncertainty_of(model("llama3-70b"), where, framework("megatron"), run) == sure
+
+
 @pytest.mark.parametrize(
     ("name", "where", "changed", "kind"),
     [

@@ -252,3 +252,5 @@ def test_no_plan_has_paci(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--schedule paci: how many iterations it needs to a loss is not known: choose of 1f1b" in said
     assert "2bw" in said
     assert said.count("paci") == 1
+    main(["plan", *WHERE, "--global-batch-size", "32", "--schedule", "1f1b,paci"])
+    assert "is not known; an iteration would be about" in " ".join(capsys.readouterr().out.split())

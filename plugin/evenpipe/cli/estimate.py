@@ -213,9 +213,7 @@ def stages_on(nodes: Sequence[str]) -> str:
 
 
 #: What an estimate leaves out where each stage steps by itself (docs/2bw.md, PACI).
-UNKNOWN_ITERATIONS: Final = (
-    "one weight version; how many more iterations it needs to the same loss is unknown; only plain torch runs it"
-)
+UNKNOWN_ITERATIONS: Final = "one weight version; how many more iterations it needs to the same loss is unknown"
 #: BPipe's words for what is recomputed.
 _RECOMPUTE: Final[dict[str, Recompute]] = {
     **{scope: scope for scope in get_args(Recompute)},

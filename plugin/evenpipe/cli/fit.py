@@ -97,9 +97,19 @@ def _kept(text: str) -> frozenset[Aspect]:
 
 
 def fit_schedule(line: Sequence[str], on: str | None, as_json: bool) -> None:
-    """Print what `fit` says of a run's line, on this cluster, if nothing but its schedule may change."""
+    """Print what `fit` says of a run's line, on this cluster, if nothing but its schedule may change.
+
+    Raises UsageError, also for a run of DeepSpeed's, whose JSON does not say what the model is.
+    """
     keep = frozenset(get_args(Aspect)) - {"schedule"}
-    _run(Namespace(line=line, cluster=on, memory_gib=None, keep=keep, write=None, take=None, json=as_json))
+    words = _without_dashes(line)
+    try:
+        of_deepspeed = (path := _configuration(words)) is not None and configuration_in(path) is not None
+    except FitError as error:
+        raise UsageError(str(error)) from error
+    if of_deepspeed:
+        raise UsageError(f"--from-flags: {path} is DeepSpeed's, and has no flags: give it to evenpipe fit")
+    _answer(Namespace(line=words, cluster=on, memory_gib=None, keep=keep, write=None, take=None, json=as_json))
 
 
 #: Options of DeepSpeed's runs, as attributes.
@@ -110,17 +120,25 @@ def _run(arguments: Namespace) -> None:
     words = arguments.line
     if words[1:] and words[1].startswith("-") and words[0].endswith((".json", ".yaml")):  # options behind the file
         arguments = arguments.parser.parse_args([*words[1:], words[0]], arguments)
-        words = arguments.line
-    words = words[1:] if words[:1] == ["--"] else words
+    arguments.line = words = _without_dashes(arguments.line)
     try:
         if (path := _configuration(words)) is not None and (values := configuration_in(path)) is not None:
             _run_deepspeed(arguments, path, values)
             return
     except FitError as error:
         raise UsageError(str(error)) from error
-    given = [name for name in _OF_DEEPSPEED if getattr(arguments, name, None) is not None]
+    given = [name for name in _OF_DEEPSPEED if getattr(arguments, name) is not None]
     if given:
         raise UsageError(f"--{given[0].replace('_', '-')}: is for DeepSpeed's JSON only: leave it out")
+    _answer(arguments)
+
+
+def _without_dashes(words: Sequence[str]) -> Sequence[str]:
+    return words[1:] if words[:1] == ["--"] else words
+
+
+def _answer(arguments: Namespace) -> None:
+    """Print the answers to a run of Megatron's, and write one of them."""
     try:
         source = _source(arguments)
         _refuse(arguments, source)
@@ -181,7 +199,7 @@ def _run_deepspeed(arguments: Namespace, path: Path, values: dict[str, Any]) -> 
 
 
 def _source(arguments: Namespace) -> Source:
-    words = arguments.line[1:] if arguments.line[:1] == ["--"] else arguments.line
+    words = arguments.line
     if not words or not is_file_of_a_run(words[0]):
         if len(words) == 1 and not words[0].endswith(".py"):
             raise UsageError(

@@ -130,7 +130,8 @@ def add_to(commands: Commands) -> None:
         "\n       evenpipe recipe [--cluster NAME] [--json]"
         "\n                       --from-flags torchrun ... pretrain_gpt.py [FLAGS ...]",
         description=f"{sentence('recipe')} A README beside them says what is predicted.",
-        epilog=f"Settings: {settings}. --json prints evenpipe.recipe/1, with --check evenpipe.recipe-check/1.",
+        epilog=f"Settings: {settings}. --json prints evenpipe.recipe/1, with --check "
+        "evenpipe.recipe-check/1, with --from-flags evenpipe.fit/1.",
     )
     parser.add_argument("kind", nargs="?", choices=("gpt", "bert"), help="what is trained")
     group = parser.add_argument_group("what and where")

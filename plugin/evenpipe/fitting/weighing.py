@@ -99,13 +99,13 @@ class Weighing:
         layout = None if run.layout is None else Layout(run.layout, run.further_part)
         parts = profile.parts(run.stages, run.chunks, layout, [placed.groups[stage] for stage in way.where.stages])
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
-        message, versions = message_bytes_of(self.model, run), 2 if stream else 1
+        message = message_bytes_of(self.model, run)
         away = bool(run.offload_modules or run.optimizer_offload)  # less is kept than these bounds count
         nbytes = 0
         for stage in () if away else unlike(parts, way.where):
             groups = placed.groups[stage]
             own, device = [parts[n].chunk for n in way.where.at[stage]], self._nodes.device(groups)
-            held = stage_states(own, run, versions, device.transposing)
+            held = stage_states(own, run, way.spec.weight_versions, device.transposing)
             least = least_bytes(own, held, way.live[stage], split, run, message, device)
             nbytes = max(nbytes, least + self._nodes.lacking(groups))
         if nbytes > self.have:

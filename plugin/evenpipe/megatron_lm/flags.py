@@ -87,9 +87,15 @@ def _parse(
             hint = f"did you mean {_PREFIX}{close[0]}?" if close else f"there are {_PREFIX}{', '.join(known)}"
             end_job(f"{name}: there is no such flag: {hint}")
         # Megatron would print its whole usage, on every rank, and where a script ignores unknown flags nothing.
-        if word.startswith("--") and (close := get_close_matches(name, short, n=1, cutoff=_SLIP)):
+        if word.startswith("--") and (close := get_close_matches(name, _spellings(short), n=1, cutoff=_SLIP)):
             end_job(f"{name}: there is no such flag: did you mean {close[0]}?")
     return args, unknown
+
+
+def _spellings(short: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the short names, and --no-… of those that have one."""
+    negated = [name for name, options in short.items() if options.get("action") is argparse.BooleanOptionalAction]
+    return [*short, *(f"--no-{name.removeprefix('--')}" for name in negated)]
 
 
 def _complain(original: Callable[[str], NoReturn], message: str) -> NoReturn:

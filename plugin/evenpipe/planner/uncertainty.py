@@ -64,11 +64,14 @@ EXPERTS: Final = Uncertainty(
 )
 #: Devices with a published iteration among these sources.
 _MEASURED_DEVICES: Final = ("a100-80gb", "h100", "b200", "gb200")
+_HOPPER: Final = "h100"
 _BLACKWELL: Final = ("b200", "gb200")
-_TUNED_DEVICES: Final = ("h100", *_BLACKWELL)
-#: Of the tuned dense runs in 16 bits: hidden sizes, and tokens of a sample. Of all tuned ones: the most GPUs.
+_TUNED_DEVICES: Final = (_HOPPER, *_BLACKWELL)
+#: Of the tuned dense runs in bf16 on H100: hidden sizes, tokens of a sample, and GB/s of a GPU to other nodes.
 _TUNED_HIDDEN: Final = (8192, 18432)
 _TUNED_SEQUENCE: Final = (4096, 8192)
+_TUNED_NODE_GBPS: Final = 50.0
+#: Of all tuned runs: the most GPUs, and the framework.
 _TUNED_GPUS: Final = 1024
 _TUNED_FRAMEWORK: Final = "megatron"
 _DEVICE: Final = "a100-80gb"
@@ -110,7 +113,8 @@ def _like_recipes(cluster: Cluster, run: Run) -> bool:
 
 def _like_dense_recipes(model: Model, cluster: Cluster, of: Framework, run: Run) -> bool:
     """Return whether it is like NVIDIA's dense iterations in bf16 on H100: of 70, 340 and 405 billion parameters."""
-    where = cluster.device.name == _TUNED_DEVICES[0] and run.gpus <= _TUNED_GPUS and of.name == _TUNED_FRAMEWORK
+    linked = cluster.nodes == 1 or cluster.node_gbps >= _TUNED_NODE_GBPS
+    where = linked and cluster.device.name == _HOPPER and run.gpus <= _TUNED_GPUS and of.name == _TUNED_FRAMEWORK
     way = run.precision == "bf16" and run.attention == "flash"
     low, high = _TUNED_HIDDEN
     return where and way and low <= model.hidden <= high and model.sequence in _TUNED_SEQUENCE

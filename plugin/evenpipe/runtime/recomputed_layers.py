@@ -27,8 +27,10 @@ def _keeps_statistics(module: nn.Module) -> bool:
 def recomputing_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Within it, forwards of these layers save their inputs, and their backwards compute the rest again.
 
-    Recomputation draws the random numbers that the forward drew, of torch's generators.
+    A layer may be among them several times. Recomputation draws the random numbers that the forward drew, of torch's
+    generators.
     """
+    layers = list(dict.fromkeys(layers))
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

@@ -115,6 +115,11 @@ class Spec:
         """Return whether it says, without flushes, how a run goes on from batch to batch."""
         return self.update_follows is not None or ("in_place" in self.needs and self.table is None)
 
+    @property
+    def weight_versions(self) -> int:
+        """Return how many versions of the weights a stage has: two without flushes, unless it steps in place."""
+        return 2 if "stream" in self.needs and "in_place" not in self.needs else 1
+
     def needed(self, chunks: int) -> frozenset[Need]:
         """Return what an engine must offer for so many model chunks a stage."""
         if chunks == 1:

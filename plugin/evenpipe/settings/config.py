@@ -146,7 +146,7 @@ class EvenPipeConfig(BaseModel):
     @property
     def delayed(self) -> bool:
         """Return whether weights have two versions, and gradients are a batch late."""
-        return self.streams and "in_place" not in self.spec.needs
+        return self.spec.weight_versions > 1
 
     @property
     def measures(self) -> bool:

@@ -80,6 +80,7 @@ def test_a_script_keeps_flags_of_its_own_whose_names_are_ours_too(first):
             "--evenpipe-: there is no such flag: there are --evenpipe-schedule, bpipe, swap, group-size, ",
         ),
         (["--bipe"], "--bipe: there is no such flag: did you mean --bpipe?"),
+        (["--no-pair-adjacet"], "--no-pair-adjacet: there is no such flag: did you mean --no-pair-adjacent?"),
         (["--grup-size=2"], "--grup-size: there is no such flag: did you mean --group-size?"),
         (["--evenpipe-schedule"], "argument --evenpipe-schedule: expected one argument"),
     ],

@@ -300,7 +300,7 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
         )
         nbytes = shape.nbytes
         if parts:
-            held = Held(way.live, 2 if stream and "in_place" not in way.spec.needs else 1)
+            held = Held(way.live, way.spec.weight_versions)
             if lighter := same.lighter(layout, way.where, held, tried):
                 layout, parts = lighter
                 tried = tried.but(layout=layout and layout.layers, further_part=layout and layout.further)

@@ -61,7 +61,8 @@ def _reason(question: Question, found: Found, family: Family, best: Planned) -> 
     if refused:
         to_loss = f" to the same loss ({one.run.iterations - 1:.0%} more iterations)" if one.run.iterations > 1 else ""
         way = "faster" if faster > 0 else "slower"
-        return f"{refused}; it would be about {abs(faster):.1%} {way}{to_loss}: {brief(one)}"
+        which = "an iteration" if "in_place" in one.run.spec.needs else "it"  # of which a loss may take more
+        return f"{refused}; {which} would be about {abs(faster):.1%} {way}{to_loss}: {brief(one)}"
     if faster > _SAME:
         have = question.cluster.device.memory_gib * _GIB
         full = preference(one.run, one.most_bytes, have)[0]

@@ -18,10 +18,8 @@ def check(size: Size) -> None:
     if k < p:
         raise ScheduleError(f"group_size={k}: interleaved needs groups of at least as many as there are stages ({p})")
     if 0 < m % k < p:
-        needs = "a multiple of the stages" if k == p else f"after groups of {k} none left over, or at least the stages"
-        raise ScheduleError(
-            f"micro_batches={m}: interleaved needs {needs} ({p}), or the pipeline would stall between groups"
-        )
+        needs = "a multiple of" if k == p else f"groups of {k} micro-batches, and in the last no fewer than"
+        raise ScheduleError(f"micro_batches={m}: interleaved needs {needs} the {p} stages, or it would stall")
 
 
 def group(size: Size) -> int:
