@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from evenpipe.runtime.host_swaps import HostLimit
 from evenpipe.runtime.movable import largest_within, least_that_frees
 from evenpipe.schedule import Size, Unit, build
+from evenpipe.schedule.swap_room import Saved
 
 SIZES = st.lists(st.integers(1, 100), max_size=12)
 ROW = build("1f1b", Size(4, 8), swaps="gaining").schedule.actions[0]
@@ -58,7 +59,18 @@ def test_a_stage_that_swaps_nothing_watches_its_limit() -> None:
     limit.limit_bytes = 450.0
     limit.begin(build("1f1b", Size(4, 8)).schedule.actions[0])
     for at in range(4):
-        limit.leaving(Unit(at), 110, 0)
+        limit.leaving(Unit(at), 110, None)
     assert not limit.is_exceeded
-    limit.leaving(Unit(4), 120, 0)  # of which the stage holds four
+    limit.leaving(Unit(4), 120, None)  # of which the stage holds four
     assert limit.is_exceeded
+
+
+def test_a_batch_that_swaps_nothing_forgets_not_what_can_leave_in_one_that_does() -> None:
+    limit = HostLimit()
+    limit.limit_bytes, limit.saved = 300.0, {0: Saved(100, 10, 100)}
+    limit.begin(build("1f1b", Size(4, 2)).schedule.actions[0])
+    for at in range(2):
+        limit.leaving(Unit(at), 100, None)
+    limit.begin(ROW)
+    assert limit.share == pytest.approx(0.5)
+    assert not limit.is_exceeded

@@ -37,10 +37,11 @@ def test_the_hosts_clock_is_the_monotonic_one_that_a_machines_processes_share():
 
 def test_copies_to_the_host_and_back_are_timed_at_once_once_they_take_a_while(monkeypatch):
     """On a link of 0.1 GB/s, whose clock goes on with each copy: both directions pass 0.05 GB/s each."""
-    now, copied = [0.0], Counter()
+    now, copied, pinned = [0.0], Counter(), []
 
     class Slow(HostLink):
         def _start(self, stream, source, target, block):
+            pinned.append(self.memory.nbytes)
             now[0] += source.numel() / 1e8
             copied[source.numel()] += 1
             return super()._start(stream, source, target, block)
@@ -49,6 +50,8 @@ def test_copies_to_the_host_and_back_are_timed_at_once_once_they_take_a_while(mo
     monkeypatch.setattr("evenpipe.runtime.timing.time.perf_counter", lambda: now[0])
     assert copying_gbps(torch.device("cpu")) == pytest.approx(0.05)
     assert copied == {2**18: 4, 2**20: 4}
+    # The third and the fourth copy of each size are timed, and pin nothing.
+    assert pinned == [copies * nbytes for nbytes in (2**18, 2**20) for copies in (1, 2, 2, 2)]
 
 
 @needs_gpu

@@ -47,7 +47,8 @@ class CappedEngine(MeasuringEngine):
     def _train(self, micro_batches: int) -> None:
         able, loop = self._able(), self._swap_loop
         loop.begin(self.executor, [able])
-        with recomputing_layers(able[: loop.layers(self._programs, self._size(micro_batches))]):
+        [count] = loop.layers(self._programs, self._size(micro_batches))
+        with recomputing_layers(able[:count]):
             super()._train(micro_batches)
 
     @property

@@ -55,10 +55,11 @@ class CappedSchedule(PipelineSchedule):
         return losses
 
     def _carry_out(self, call: Call) -> list[Any]:
-        layers = self.loop.layers(self.programs, self._size(call))
+        counts = self.loop.layers(self.programs, self._size(call))
         with ExitStack() as stack:
-            for chunk in call.batch.model if layers else ():
-                stack.enter_context(recomputing(chunk, layers))
+            for chunk, layers in zip(call.batch.model, counts, strict=True):
+                if layers:
+                    stack.enter_context(recomputing(chunk, layers))
             return super()._carry_out(call)
 
     def _size(self, call: Call) -> Size:
@@ -72,5 +73,7 @@ class CappedSchedule(PipelineSchedule):
         executor = super()._executor(pipeline, batch)
         if self.loop.weighs:
             able = obstacle(batch.config, batch.model) is None
-            self.loop.begin(executor, [layers_of(chunk) if able else [] for chunk in batch.model])
+            # Megatron's checkpoints compute without gradients first, and its routers count tokens with gradients only.
+            layers = [layers_of(chunk) if able else [] for chunk in batch.model]
+            self.loop.begin(executor, layers, repeats=False)
         return executor

@@ -172,7 +172,7 @@ class Flow:
         if self.swaps is not None:
             self.swaps.seal(unit)
         elif self.limit is not None:
-            self.limit.leaving(unit, store.nbytes(unit), free_to_move=0)
+            self.limit.leaving(unit, store.nbytes(unit), free_to_move=None)
         elif self.evicted(unit):
             store.seal(unit, like=unit.chunk)
         return outputs

@@ -19,7 +19,7 @@ from evenpipe.runtime.processes import free_bytes
 __all__ = ["Block", "HostLink", "HostMemory", "Passage", "check_hosts"]
 
 _GIB: Final = 2**30
-#: Of copies that show how fast the link is; the first one pins memory.
+#: Of copies that show how fast the link is; the first two pin memory, and the fastest counts.
 _PROBE_BYTES: Final = 2**24
 _PROBES: Final = 3
 

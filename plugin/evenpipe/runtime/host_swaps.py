@@ -37,10 +37,16 @@ class HostLimit:
         if self.saved:
             self._weigh()
 
-    def leaving(self, unit: Unit, nbytes: int, free_to_move: int) -> float:
-        """Return how many bytes are to leave of a micro-batch that has saved so many, of which so many can."""
+    def leaving(self, unit: Unit, nbytes: int, free_to_move: int | None) -> float:
+        """Return how many bytes are to leave of a micro-batch that has saved so many, of which so many can.
+
+        None: nobody has looked how many, as of a stage that swaps nothing. As many stay then as is known to stay of
+        others; all, if that is not known.
+        """
         known = self.saved.get(unit.chunk, Saved())
-        saved = self.saved[unit.chunk] = known.with_unit(unit.micro_batch, nbytes, nbytes - free_to_move)
+        unseen = known.staying if known.nbytes else nbytes
+        staying = unseen if free_to_move is None else nbytes - free_to_move
+        saved = self.saved[unit.chunk] = known.with_unit(unit.micro_batch, nbytes, staying)
         if saved != known:
             self._weigh()
         return self.share * min(nbytes, saved.nbytes or nbytes)

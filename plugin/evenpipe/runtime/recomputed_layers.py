@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import takewhile
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 __all__ = ["recomputing_layers", "stateless"]
@@ -27,18 +28,37 @@ def _keeps_statistics(module: nn.Module) -> bool:
 def recomputing_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Within it, forwards of these layers save their inputs, and their backwards compute the rest again.
 
-    A layer may be among them several times. Recomputation draws the random numbers that the forward drew, of torch's
-    generators.
+    Recomputation draws the random numbers that the forward drew, of the default generators of torch's host and of the
+    devices of a layer's inputs. A layer may be there twice.
     """
-    layers = list(dict.fromkeys(layers))
-    before = [layer.__dict__.get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    before = {layer: layer.__dict__.get("forward") for layer in layers}
+    for layer in before:
+        layer.forward = _computed_again(layer.forward)
     try:
         yield
     finally:
-        for layer, forward in zip(layers, before, strict=True):
+        for layer, forward in before.items():
             if forward is None:
                 del layer.forward
             else:
                 layer.forward = forward
+
+
+def _computed_again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward`, which its backward calls again.
+
+    `checkpoint` saves those tensors for backward that are its own positional arguments, and holds others where nobody
+    counts or moves them; and it keeps no random state for arguments by name. So it is given all tensors of a layer's
+    arguments one by one.
+    """
+
+    def call(*args: Any, **named: Any) -> Any:
+        flat, shape = tree_flatten((args, named))
+
+        def again(*leaves: Any) -> Any:
+            args, named = tree_unflatten(leaves, shape)
+            return forward(*args, **named)
+
+        return checkpoint(again, *flat, use_reentrant=False)
+
+    return call

@@ -181,24 +181,28 @@ def copying_gbps(device: torch.device) -> float:
     Copies grow until they take a while, up to 64 MiB each way: of these there are two on the device and two on the
     host. Nothing else may be under way. Takes some 50 ms.
     """
-    nbytes = _FIRST_BYTES
+    nbytes, link = _FIRST_BYTES, HostLink(device)
     while True:
-        link = HostLink(device)
-        leaving = torch.ones(nbytes, dtype=torch.uint8, device=device)
-        coming = torch.empty_like(leaving)
-        there = [link.out(leaving) for _ in range(2)]  # pins the memory, which takes time
-        for passage in there:
-            passage.wait()
-        there.pop()
-        streams.synchronize(device)
-        start = time.perf_counter()
-        for passage in (link.out(leaving), link.back(there[0].target, coming)):
-            passage.wait()
-        streams.synchronize(device)
-        elapsed = time.perf_counter() - start
+        elapsed = _both_ways_seconds(link, nbytes, device)
+        link.memory.give_back()
         if nbytes >= _MOST_COPIED_BYTES or elapsed >= _LONG_MESSAGE_SECONDS:
             return nbytes / elapsed / 1e9
         nbytes *= 4
+
+
+def _both_ways_seconds(link: HostLink, nbytes: int, device: torch.device) -> float:
+    leaving = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    coming = torch.empty_like(leaving)
+    there, free = link.out(leaving), link.out(leaving)  # pins the memory, which takes time
+    for passage in (there, free):
+        passage.wait()
+    streams.synchronize(device)
+    del passage, free  # its block is lent no more
+    start = time.perf_counter()
+    for passage in (link.out(leaving), link.back(there.target, coming)):
+        passage.wait()
+    streams.synchronize(device)
+    return time.perf_counter() - start
 
 
 def sending_gbps(connections: Connections, stage: int, device: torch.device) -> float | None:

@@ -21,8 +21,8 @@ class SwapTuning:
     """Has each stage of a pipeline keep to a cap, by swaps and recomputation: call `step` in place of the pipeline's.
 
     As `SwapLoop` has it: the first batch is measured. Losses and gradients stay the same. What can be recomputed are
-    the modules of a `nn.Sequential`, and any other part of the model as a whole; none from one with running statistics
-    on.
+    the modules of a `nn.Sequential`, and any other part of the model as a whole; none from one on
+    that changes its buffers, such as running statistics.
 
     optimizer: of this stage's parameters, whose state counts against memory_gib, what a process may hold; a GPU's
     memory if left out. All ranks of all replicas make it alike, before the first batch. Raises ValueError, and `step`
@@ -56,8 +56,8 @@ class SwapTuning:
         pipeline, executor = self._pipeline, self._pipeline.executor
         pipeline.program = self.loop.programs(self._plain, self._size)(self._size)
         self.loop.begin(executor, self._able)
-        count = self.loop.layers(self._plain, self._size)
-        again = [layer for of_chunk in self._able for layer in of_chunk[:count]]
+        counts = self.loop.layers(self._plain, self._size)
+        again = [layer for able, count in zip(self._able, counts, strict=True) for layer in able[:count]]
         with executor.measuring(self.loop.weighs), recomputing_layers(again):
             loss = pipeline.step(*batch, **named)
         self.loop.end(executor, self._size, self._room, self._plain)

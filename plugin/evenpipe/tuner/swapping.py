@@ -56,13 +56,17 @@ class SwapLoop:
         """Return whether the executor is to measure the next batch."""
         return not self._stages
 
-    def begin(self, executor: Executor, layers: Sequence[Sequence[nn.Module]]) -> None:
-        """Before a batch: `layers` can be recomputed, by model chunk, from the first on."""
+    def begin(self, executor: Executor, layers: Sequence[Sequence[nn.Module]], repeats: bool = True) -> None:
+        """Before a batch: `layers` can be recomputed, by model chunk, from the first on.
+
+        `repeats` as in `LayerWatch`.
+        """
         if self._stages or self._watches is not None:
             return
         watch = PartWatch(executor.observer)
         executor.observer, watch.timed = watch, True
-        self._own, self._watches = executor.stage_index, (LayerWatch(layers, executor.counter, executor.clock), watch)
+        layer_watch = LayerWatch(layers, executor.counter, executor.clock, repeats)
+        self._own, self._watches = executor.stage_index, (layer_watch, watch)
 
     def programs(self, plain: Programs, size: Size) -> Programs:
         """Return `plain`, which swap nothing, with the swaps of batches of this size.
@@ -79,17 +83,17 @@ class SwapLoop:
             self._found[size] = self._decided(plain, size)
         return self._found[size]
 
-    def layers(self, plain: Programs, size: Size) -> int:
+    def layers(self, plain: Programs, size: Size) -> list[int]:
         """Return how many layers of each chunk, from the first on, this stage recomputes in the next batch.
 
         Raises as `programs` does.
         """
         if not self._stages:
-            return 0
+            return [0] * size.chunks
         wanted = self.ways(plain, size)[self._own].layers
         if wanted != self._layers:
             self._expect(wanted)
-        return wanted
+        return [min(wanted, len(able)) for able in self._stages[self._own].layers]
 
     def end(self, executor: Executor, size: Size, room: Callable[[], Room], plain: Programs) -> None:
         """After a batch: take what was seen of the first one; `room` is asked then. Raises as `programs` does."""
