@@ -9,11 +9,23 @@ from evenpipe.train.engine import changed_versions
     ("saved", "kept", "correction", "said"),
     [
         (None, False, "none", None),
-        ({"before": None}, True, "none", None),
-        ({"correction": "nesterov"}, True, "nesterov", None),
-        ({"correction": "nesterov"}, True, "none", "has the delay correction nesterov: this run's, none, begins anew"),
-        ({"before": None}, True, "nesterov", "has the delay correction none: this run's, nesterov, begins anew"),
-        ({"correction": "nesterov"}, False, "none", "has two versions of the weights: this run goes on from the newer"),
+        ({"before": []}, True, "none", None),
+        ({"before": None}, False, "none", None),  # paci
+        ({"before": None}, True, "none", "has one version of the weights: both versions of this run start from it"),
+        ({"before": [], "correction": "nesterov"}, True, "nesterov", None),
+        (
+            {"before": [], "correction": "nesterov"},
+            True,
+            "none",
+            "has the delay correction nesterov: this run's, none, begins anew",
+        ),
+        ({"before": []}, True, "nesterov", "has the delay correction none: this run's, nesterov, begins anew"),
+        (
+            {"before": [], "correction": "nesterov"},
+            False,
+            "none",
+            "has two versions of the weights: this run goes on from the newer",
+        ),
         (None, True, "nesterov", "has one version of the weights: both versions of this run start from it"),
     ],
 )

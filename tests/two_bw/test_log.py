@@ -30,3 +30,4 @@ def test_before_the_first_step_after_the_last_and_a_skipped_one():
 def test_memory_is_the_largest_of_each_stage():
     rows = [(0, 3 << 20, 0), (1, 1 << 20, 4 << 20), (0, 3 << 20, 1 << 19), (1, 2 << 20, 0)]
     assert memory_line(rows) == "2bw | second weight version MiB: 3.0 2.0 | held gradients MiB: 0.5 4.0 |"
+    assert memory_line([(0, 0, 0)], "paci") == "paci | second weight version MiB: 0.0 | held gradients MiB: 0.0 |"

@@ -23,6 +23,7 @@ class Steps:
     """What is saved of 2BW, and given back."""
 
     correction = None
+    versions = SimpleNamespace(in_place=False)
 
     def __init__(self, state=None):
         self.state = state
@@ -122,6 +123,29 @@ def test_a_checkpoint_that_was_saved_without_2bw_needs_none(tmp_path):
         assert resume(Steps(), [part], 3, says) == (False, line)
     write(part, iteration=2)  # left by another run
     assert resume(Steps(), [part], 3, False) == (False, line)
+
+
+class InPlace(Steps):
+    """Of paci."""
+
+    versions = SimpleNamespace(in_place=True)
+
+
+def test_with_one_version_a_missing_file_or_other_parallel_sizes_are_no_error(tmp_path):
+    """No setting would accept it: the one for 2bw is refused under paci."""
+    weights = [torch.ones(2)]
+    part = side_file.Part([tmp_path / "side.pt"], weights)
+    steps = InPlace("as made")
+    assert not resume(steps, [part], 3, True)[0]
+    assert steps.state is None
+    write(part, {"before": None, "outcome": [True, 1.5, None], "unlearnt": []})
+    assert resume(steps, [part], 3, False)[0]
+    assert steps.state["outcome"] == [True, 1.5, None]
+    weights[0] = weights[0] + 1
+    resumed, line = resume(steps, [part], 3, True)
+    assert not resumed
+    assert steps.state is None
+    assert "both" not in line
 
 
 def test_a_file_without_a_digest_is_never_used(tmp_path):

@@ -69,7 +69,7 @@ SEARCHED = (
 
 def _schedules() -> str:
     """Return which schedules may be named, and which have to be, so as to be weighed."""
-    run = [name for name in own() if "in_place" not in find(name).needs]  # iterations to a loss are unknown
+    run = [name for name in own() if "in_place" not in find(name).needs]  # whose iterations to a loss are not known
     named = [name for name in run if name not in weighed()]
     return f"{' | '.join(run)} (only where named: {', '.join(named)})"
 

@@ -9,9 +9,10 @@ from evenpipe.megatron.unsupported import Refusal, refusals_of
 
 __all__ = ["refused_in_place"]
 
+_BY_ALL = ("clip_grad", "fp16", "loss_scale", "calculate_per_token_loss", "grad_norm_skip_threshold")
 _WAITS = "decides a step by all stages' gradients, and under paci a stage steps before the stages ahead end the batch"
 _IN_PLACE: Mapping[str, str] = {
-    **dict.fromkeys(("clip_grad", "fp16", "calculate_per_token_loss", "grad_norm_skip_threshold"), _WAITS),
+    **dict.fromkeys(_BY_ALL, _WAITS),
     **dict.fromkeys(("fp8", "fp4"), "keeps quantised copies of weights, which paci changes amid their micro-batches"),
     **dict.fromkeys(("num_experts", "num_moe_experts"), "has not been shown to train by paci's rule"),
 }

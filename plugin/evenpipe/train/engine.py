@@ -232,8 +232,11 @@ class EngineModule(Protocol):
 def changed_versions(saved: Mapping[str, Any] | None, kept: bool, correction: str) -> str | None:
     """Return what to tell the user if the checkpoint has two versions of the weights and the run one, or vice versa.
 
-    `saved` is what it has of 2BW, if anything. Or it has another `correction` of the delay; None where all is alike.
+    `saved` is what it has of 2BW or PACI, if anything. Or it has another `correction` of the delay; None where all is
+    alike.
     """
+    if saved is not None and saved["before"] is None:  # of PACI
+        saved = None
     if (saved is not None) == kept:
         before = "none" if saved is None else saved.get("correction", "none")
         if not kept or before == correction:

@@ -107,8 +107,7 @@ class PlainEngine(Observer, ABC):
         self.optimizer.load_state_dict(state["optimizer"])
         self._saved_steps = steps = state.get("steps")
         options = self._case.options
-        saved = steps if steps is not None and steps["before"] is not None else None
-        return changed_versions(saved, options.streams and not options.in_place, options.delay_correction)
+        return changed_versions(steps, options.streams and not options.in_place, options.delay_correction)
 
     def begin(self, iteration: int) -> None:
         """Under a schedule without flushes batches are read ahead from here on."""

@@ -56,7 +56,7 @@ class StepLog:
             if self._two_bw.correction is not None:
                 sizes.append(self._two_bw.correction.nbytes)
             if (rows := gather(sizes)) is not None:
-                self._say_first(memory_line(rows))
+                self._say_first(memory_line(rows, self._two_bw.name))
         self.gathered()
 
     def gather(self, iteration: int, figures: StageFigures, stage: int, stages: int, device: torch.device) -> None:
@@ -119,15 +119,15 @@ def step_line(losses: tuple[int, int] | None, finished: tuple[int, Outcome] | No
     return f"{' | '.join(columns)} |"
 
 
-def memory_line(rows: Sequence[Sequence[int]]) -> str:
-    """One line in the order of stages, from (stage, bytes of a weight version, of held gradients) of all ranks.
+def memory_line(rows: Sequence[Sequence[int]], schedule: str = "2bw") -> str:
+    """One line in the order of stages, from (stage, bytes of the second version, of held gradients) of all ranks.
 
     Where there is a delay correction, its bytes follow.
     """
     of_stages = [_largest(rows, stage) for stage in range(1 + max(row[0] for row in rows))]
     columns = (" ".join(f"{nbytes / _MIB:.1f}" for nbytes in column) for column in zip(*of_stages, strict=True))
     named = zip(("second weight version", "held gradients", "delay correction"), columns, strict=False)
-    return "2bw | " + " | ".join(f"{name} MiB: {column}" for name, column in named) + " |"
+    return f"{schedule} | " + " | ".join(f"{name} MiB: {column}" for name, column in named) + " |"
 
 
 def _largest(rows: Sequence[Sequence[Any]], stage: int) -> list[Any]:

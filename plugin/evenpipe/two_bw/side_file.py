@@ -76,8 +76,9 @@ def resume(
 
     `saved_with_2bw` is what the checkpoint says of itself. None: it says nothing, and any rank's file says that it was.
     Both versions are the loaded one after a save without 2bw, and, if `accepts_one_version`, where a rank has no usable
-    file. Otherwise that raises SideFileError, which names the `setting` that accepts it. Returns whether the older
-    weights were given, and a line for the log.
+    file. Otherwise that raises SideFileError, which names the `setting` that accepts it. Returns whether a file's state
+    was given, and a line for the log. With versions in place there is no older one: a file that is missing or goes with
+    other parallel sizes is no error.
     """
     state, obstacle = None, None
     try:
@@ -94,6 +95,9 @@ def resume(
     if saved_with_2bw is None:
         saved_with_2bw = any(exists for _, exists in ranks)
     obstacle = next((obstacle for obstacle, _ in ranks if obstacle is not None), None)
+    if two_bw.versions.in_place:
+        two_bw.load_state_dict(state if obstacle is None else None)
+        return obstacle is None, "it goes on from the loaded weights, the one version that there is"
     if saved_with_2bw and obstacle is not None and not accepts_one_version:
         raise SideFileError(
             f"2bw: the checkpoint of iteration {iteration} was saved with 2bw, but {obstacle}: put its file there, "

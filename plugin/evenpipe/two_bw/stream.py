@@ -102,6 +102,11 @@ class TwoBW:
         self._finished: int | None = None
 
     @property
+    def name(self) -> str:
+        """Return the schedule's name."""
+        return self._spec.name
+
+    @property
     def finished(self) -> tuple[int, Outcome] | None:
         """The last batch of whose step everything is known, counted from 0 since the weights were made or loaded."""
         return None if self._finished is None else (self._finished - self.loaded_at, self.outcome)

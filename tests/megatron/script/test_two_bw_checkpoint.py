@@ -18,8 +18,9 @@ BESIDE, INSIDE = ".evenpipe_2bw/0000007_stage_02_shard_01.pt", "iter_0000007/eve
 class Buffers:
     """What is saved of 2BW, and given back."""
 
+    name = "2bw"
     correction = None
-    versions = SimpleNamespace(latest=0, tensors=lambda version: [None, None])
+    versions = SimpleNamespace(latest=0, tensors=lambda version: [None, None], in_place=False)
 
     def __init__(self, before):
         self.before = before
@@ -97,6 +98,7 @@ def test_other_weights_or_another_iteration_do_not_get_it(ranks, tmp_path, capsy
         ({}, False),
         ({"evenpipe_schedule": None}, False),
         ({"evenpipe_schedule": "kfkb"}, False),
+        ({"evenpipe_schedule": "paci"}, False),
         ({"evenpipe_schedule": "2bw"}, True),
         ({"evenpipe_schedule": "file:/gone.txt"}, None),
         ({"evenpipe_schedule": "of-another-package"}, None),

@@ -83,14 +83,14 @@ def resume(
         setting=flag("one_version"),
     )
     if args.rank == 0:
-        say(f"2bw: checkpoint of iteration {args.iteration}: {line}")
+        say(f"{two_bw.name}: checkpoint of iteration {args.iteration}: {line}")
     return complete
 
 
 def has_two_versions(checkpoint_args: Namespace) -> bool | None:
-    """Return whether a checkpoint with these arguments of Megatron's was saved with 2bw; None: they do not tell."""
+    """Return whether a checkpoint with these arguments of Megatron's has an older version; None: they do not tell."""
     try:
-        return EvenPipeConfig.of(schedule=getattr(checkpoint_args, destination("schedule"), None)).streams
+        return EvenPipeConfig.of(schedule=getattr(checkpoint_args, destination("schedule"), None)).delayed
     except ConfigError:  # a table that is no longer there, or another package's schedule
         return None
 

@@ -130,8 +130,8 @@ class TwoBWLoop:
             return  # --skip-train
         if optimizer.is_stub_optimizer:
             raise ValueError(
-                "--evenpipe-schedule 2bw: this stage has no parameters to train: choose another "
-                "--pipeline-model-parallel-layout, or --evenpipe-schedule 1f1b"
+                f"--evenpipe-schedule {self._schedule.programs.spec.name}: this stage has no parameters to train: "
+                "choose another --pipeline-model-parallel-layout, or --evenpipe-schedule 1f1b"
             )
         try:
             takes_over = TwoBWOptimizer(model, optimizer, self._schedule.in_place)
