@@ -15,6 +15,13 @@ settings.load_profile("evenpipe")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A pipeline's ranks share the cores; and what one process computes has the bits of what they do with one thread each.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Text is as wide as it needs to be, where a test does not say how wide the terminal is.
+os.environ.pop("COLUMNS", None)
+
+
+def pytest_runtest_teardown() -> None:
+    """A command that finds an evenpipe.toml sets the width for its process, which is that of other tests too."""
+    os.environ.pop("COLUMNS", None)
 
 
 @pytest.fixture
