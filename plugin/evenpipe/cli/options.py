@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from evenpipe.cli.parser import Parser, UsageError
 from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, seed, whole, write
+from evenpipe.cli.verbosity import say, warn
 from evenpipe.report.files import write_atomically
 from evenpipe.report.timeline import StageMemory, Timeline, perfetto_trace
 from evenpipe.schedule import (
@@ -119,9 +119,9 @@ def _searched(arguments: Namespace, queues: Queues) -> Program:
     split = not arguments.whole_backwards
     program = searched(costs, *sizes, effort_from(arguments), split=split, queues=queues, told=told).program
     if any(program.schedule.evictions):
-        told("stages evict to their partners: a run by this table needs --bpipe")
+        warn("searched: stages evict to their partners: a run by this table needs --bpipe")
     if SWAP_OUT in program.schedule.table.letters:
-        told("stages swap to their hosts: a run by this table needs --evenpipe-swap 1")
+        warn("searched: stages swap to their hosts: a run by this table needs --evenpipe-swap 1")
     return program
 
 
@@ -153,7 +153,7 @@ def effort_from(arguments: Namespace) -> Effort:
 
 def told(line: str) -> None:
     """A line of a search's progress."""
-    print(f"evenpipe: searched: {line}", file=sys.stderr)
+    say(f"searched: {line}")
 
 
 def costs_from(arguments: Namespace, schedule: Schedule) -> Costs | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
+from evenpipe.cli.verbosity import add_verbosity
 from evenpipe.wording.parsing import in_plain_words
 from evenpipe.wording.printable import printable
 
@@ -211,8 +212,10 @@ def sentence(name: str) -> str:
 
 
 def add_command(commands: Commands, name: str, **texts: Any) -> Parser:
-    """Return a new parser of the sub-command `name`; `texts` are those of argparse beside its line in the list."""
-    return commands.add_parser(name, help=COMMANDS[name], **{"description": sentence(name), **texts})
+    """Return a new parser of the sub-command `name`, with -q and -v; `texts` are argparse's beside its line."""
+    parser = commands.add_parser(name, help=COMMANDS[name], **{"description": sentence(name), **texts})
+    add_verbosity(parser)
+    return parser
 
 
 def list_commands(commands: Commands) -> None:
