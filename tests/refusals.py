@@ -11,6 +11,7 @@ from evenpipe.cli.main import main
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     """Return the one line on standard error of a command that ends with status 2, and with --json says it there too."""
+    capsys.readouterr()  # what commands before it have printed
     with pytest.raises(SystemExit) as caught:
         main([*map(str, argv)])
     said = capsys.readouterr()
