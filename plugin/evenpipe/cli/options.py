@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evenpipe.cli.parser import Parser, UsageError
+from evenpipe.cli.parser import Parser, UsageError, add_schedule
 from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, seed, whole, write
 from evenpipe.cli.verbosity import say, warn
 from evenpipe.report.files import write_atomically
@@ -51,7 +51,7 @@ def add_schedule_options(parser: Parser) -> None:
     """``--schedule --stages --micro-batches --chunks --group-size --batches --bpipe``, for :func:`program_from`."""
     group = parser.add_argument_group("schedule")
     named = " | ".join((*names(), "file:PATH", f"{SEARCHED} (for --costs)"))
-    group.add_argument("--schedule", metavar="NAME", help=named)
+    add_schedule(group, metavar="NAME", help=named)
     group.add_argument("--stages", type=whole, metavar="P", help="pipeline stages")
     group.add_argument("--micro-batches", type=whole, metavar="M", help="micro-batches in a batch")
     group.add_argument(

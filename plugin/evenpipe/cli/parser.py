@@ -23,6 +23,7 @@ __all__ = [
     "RunFailed",
     "UsageError",
     "add_command",
+    "add_schedule",
     "discard_output",
     "list_commands",
     "sentence",
@@ -216,6 +217,14 @@ def add_command(commands: Commands, name: str, **texts: Any) -> Parser:
     parser = commands.add_parser(name, help=COMMANDS[name], **{"description": sentence(name), **texts})
     add_verbosity(parser)
     return parser
+
+
+def add_schedule(group: argparse._ActionsContainer, **texts: Any) -> None:
+    """Add the option --schedule; --schedules, which the help leaves out, is the same."""
+    group.add_argument("--schedule", **texts)
+    group.add_argument(
+        "--schedules", **{**texts, "dest": "schedule", "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    )
 
 
 def list_commands(commands: Commands) -> None:

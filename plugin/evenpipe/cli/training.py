@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from evenpipe.cli.parser import RunFailed, UsageError
+from evenpipe.cli.parser import RunFailed, UsageError, add_schedule
 from evenpipe.cli.shown import console_of
 from evenpipe.cli.verbosity import speaks
 from evenpipe.settings.spelling import command_flag
@@ -33,7 +33,11 @@ def add_fields(group: _ArgumentGroup, names: Iterable[str]) -> None:
         else:
             default = "" if field.default is None else f" (default {field.default})"
             text = f"{field.description}{default}"
-            group.add_argument(command_flag(name), default=SUPPRESS, metavar=name.upper()[:1], help=text)
+            texts = {"default": SUPPRESS, "metavar": name.upper()[:1], "help": text}
+            if name == "schedule":
+                add_schedule(group, **texts)
+            else:
+                group.add_argument(command_flag(name), **texts)
 
 
 def options_from(arguments: Namespace, kind: type[TrainOptions], names: Collection[str]) -> TrainOptions:
