@@ -7,6 +7,7 @@ from argparse import SUPPRESS, Namespace, _ArgumentGroup
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -33,7 +34,7 @@ def add_fields(group: _ArgumentGroup, names: Iterable[str]) -> None:
         else:
             default = "" if field.default is None else f" (default {field.default})"
             text = f"{field.description}{default}"
-            texts = {"default": SUPPRESS, "metavar": name.upper()[:1], "help": text}
+            texts: dict[str, Any] = {"default": SUPPRESS, "metavar": name.upper()[:1], "help": text}
             if name == "schedule":
                 add_schedule(group, **texts)
             else:
