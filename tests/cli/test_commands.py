@@ -230,6 +230,27 @@ def test_what_an_environment_costs_is_told(
     assert "on_devices_ms" not in json_of(capsys, *arguments)
 
 
+def test_schedules_is_schedule_in_every_command() -> None:
+    commands = Parser("evenpipe").add_subparsers()
+    for name in COMMANDS:
+        import_module(f"evenpipe.cli.{name}").add_to(commands)
+    both = ("--schedule", "--schedules")
+    having = {name: parser._option_string_actions for name, parser in commands.choices.items()}
+    found = {name: [of.get(one) for one in both] for name, of in having.items() if any(one in of for one in both)}
+    assert {"schedule", "simulate", "estimate", "plan", "recipe", "partition", "train"} <= set(found)
+    for name, (one, other) in found.items():
+        assert one is not None, name
+        assert other is not None, name
+        assert (one.dest, one.type) == (other.dest, other.type), name
+        assert other not in commands.choices[name].options(), name
+
+
+def test_schedules_is_parsed_as_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--stages", "2", "--micro-batches", "2")
+    said = json_of(capsys, "schedule", "--schedules", "zb-h1", *words)
+    assert said == json_of(capsys, "schedule", "--schedule", "zb-h1", *words)
+
+
 _SMALL = (sys.executable, "-m", "evenpipe", "schedule", "--schedule", "1f1b", "--stages", "2", "--micro-batches", "2")
 
 

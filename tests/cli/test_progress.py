@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import time
+from argparse import Namespace
 
 import pytest
 from rich.console import Console
 
 from evenpipe.cli import progress as shown
 from evenpipe.cli.progress import progress
+from evenpipe.cli.verbosity import speaking
 
 
 def text_of(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> str:
@@ -32,3 +34,9 @@ def test_a_terminal_is_told_what_is_done_and_how_long_it_still_takes(monkeypatch
 
 def test_a_file_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not text_of(monkeypatch, False).strip()
+
+
+def test_quiet_shows_none_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with speaking(Namespace(quiet=True, verbose=False)):
+        assert not text_of(monkeypatch, True).strip()
+    assert "profiling" in text_of(monkeypatch, True)

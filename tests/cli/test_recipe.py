@@ -103,6 +103,7 @@ def test_the_last_line_of_a_plan_writes_its_best_run(words, precision, unfused, 
     plan, out = tmp_path / "plan.json", tmp_path / "out"
     main(["plan", *words, "--out", str(plan)])
     command = capsys.readouterr().out.splitlines()[-1].split()
+    assert command == ["evenpipe", "recipe", "--plan", str(plan), "--out", "DIR"]
     main([str(out) if word == "DIR" else word for word in command[1:]])
     best = json.loads(plan.read_text())["plans"][0]
     # Within a thousandth: under EvenPipe's own 1F1B, which a recipe starts, hand-overs travel beside compute.

@@ -28,17 +28,17 @@ SHARED: Final[Mapping[str, tuple[str, ...]]] = {
 _LEAST_WIDTH: Final = 40
 
 
-def take_defaults(parser: Parser, command: str, words: Sequence[str]) -> None:
+def take_defaults(parser: Parser, command: str, words: Sequence[str]) -> list[str]:
     """Give the options of a command the defaults of the nearest file, in this folder or one above it.
 
-    What ``words`` have counts before them, as does an option that excludes one. Raises UsageError, which names the
-    file.
+    Return a line that names the file, and one for each key of it that counts. What ``words`` have counts before them,
+    as does an option that excludes one. Raises UsageError, which names the file.
     """
     if (command == "run" and "--estimate" not in words) or {"-h", "--help"}.intersection(words):
-        return  # a script's flags are its own; help must not fail
+        return []  # a script's flags are its own; help must not fail
     found = _nearest_table(Path.cwd())
     if found is None:
-        return
+        return [f"defaults: no {FILE} here or above"]
     path, table = found
     _check(path, table)
     if "width" in table:
@@ -46,6 +46,7 @@ def take_defaults(parser: Parser, command: str, words: Sequence[str]) -> None:
     named = {key: value for key, value in table.items() if key != "width" and command in SHARED.get(key, ())}
     options = {name: action for action in parser.options() for name in action.option_strings}
     taken: dict[argparse.Action, str] = {}
+    lines = [f"defaults: read {path}"]
     for where, values in (("", named), (f"[{command}] ", table.get(command, {}))):
         for key, value in values.items():
             source = f"{path}: {where}{key}"
@@ -58,7 +59,9 @@ def take_defaults(parser: Parser, command: str, words: Sequence[str]) -> None:
                 raise UsageError(f"{source}: cannot be there beside {other}: keep one of them")
             if not any(_is_given(one, words) for one in (action, *excluded)):
                 parser.take_default(action, value, source)
+                lines.append(f"default: --{key} = {value!r} ({source})")
             taken[action] = key
+    return lines
 
 
 def _nearest_table(folder: Path) -> tuple[Path, dict[str, Any]] | None:

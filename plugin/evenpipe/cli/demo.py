@@ -17,7 +17,7 @@ from rich.text import Text
 from evenpipe.cli.parser import Commands, add_command
 from evenpipe.cli.report import demo_views, write_page
 from evenpipe.cli.shown import console_of, print_table
-from evenpipe.cli.training import add_quiet, run_training
+from evenpipe.cli.training import run_training
 from evenpipe.cli.values import output_file, picture_file
 from evenpipe.report.page.content import RunDocument
 from evenpipe.report.page.views import DIFFERENT, SAME, busy, compared
@@ -62,7 +62,6 @@ def add_to(commands: Commands) -> None:
         metavar="OUT.html",
         help="the same as a page to look into; default: demo.html, where evenpipe[report] is installed",
     )
-    add_quiet(parser)
     parser.set_defaults(run=_run)
 
 
@@ -71,7 +70,7 @@ def _run(arguments: Namespace) -> None:
     for line in busy(machine):
         print(f"evenpipe demo: {line}", file=sys.stderr)
     cases = [TrainOptions.of(**_MODEL, **case) for case in _CASES.values()]
-    results = run_training("demo", cases, list(_CASES), arguments.quiet)
+    results = run_training("demo", cases, list(_CASES))
     predictions = [predict(options.program, result) for options, result in zip(cases, results, strict=True)]
     _draw(arguments.picture, results, predictions)
     runs = {

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.parser import Commands, UsageError, add_command, add_schedule
 from evenpipe.cli.shown import console_of, print_prose, print_table
 from evenpipe.cli.values import duration_ms, positive, sample_count
 from evenpipe.descriptions import (
@@ -252,7 +252,7 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--micro-batch-size", "--micro-batch", type=positive, default=1, metavar="B")
     group.add_argument("--global-batch-size", "--global-batch", type=sample_count, required=True, metavar="G")
     group = parser.add_argument_group("how it is run")
-    group.add_argument("--schedule", default="1f1b", metavar="NAME")
+    add_schedule(group, default="1f1b", metavar="NAME")
     group.add_argument("--group-size", type=positive, default=1, metavar="K", help="micro-batches in a row, of kfkb")
     group.add_argument("--bpipe", action="store_true", help="level the stages' memory by evicting to partner stages")
     group.add_argument("--synchronous-transfers", action="store_true", help="evictors wait for evictions and loads")

@@ -17,6 +17,7 @@ from typing import Any, Final
 from evenpipe import __version__
 from evenpipe.cli.defaults import take_defaults
 from evenpipe.cli.parser import COMMANDS, Parser, RunFailed, UsageError, discard_output, list_commands
+from evenpipe.cli.verbosity import Verbosity, say, speaking
 
 __all__ = ["main"]
 
@@ -73,15 +74,18 @@ def _run(words: list[str]) -> int:
         import_module(f"evenpipe.cli.{name}").add_to(commands)
         own = commands.choices[name]
         try:
-            take_defaults(own, name, words[1:])
+            defaults = take_defaults(own, name, words[1:])
         except UsageError as error:
             own.fail(str(error))
     else:
+        defaults = []
         list_commands(commands)
     arguments = parser.parse_args(words if "--completion" in before else before or words)
     status = None
     try:
-        with _text_beside(arguments):
+        with speaking(arguments), _text_beside(arguments):
+            for line in defaults:
+                say(line, Verbosity.VERBOSE)
             status = arguments.run(arguments)
         sys.stdout.flush()
     except UsageError as error:

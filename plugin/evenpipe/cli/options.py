@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evenpipe.cli.parser import Parser, UsageError
+from evenpipe.cli.parser import Parser, UsageError, add_schedule
 from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, seed, whole, write
+from evenpipe.cli.verbosity import say, warn
 from evenpipe.report.files import write_atomically
 from evenpipe.report.timeline import StageMemory, Timeline, perfetto_trace
 from evenpipe.schedule import (
@@ -51,7 +51,7 @@ def add_schedule_options(parser: Parser) -> None:
     """``--schedule --stages --micro-batches --chunks --group-size --batches --bpipe``, for :func:`program_from`."""
     group = parser.add_argument_group("schedule")
     named = " | ".join((*names(), "file:PATH", f"{SEARCHED} (for --costs)"))
-    group.add_argument("--schedule", metavar="NAME", help=named)
+    add_schedule(group, metavar="NAME", help=named)
     group.add_argument("--stages", type=whole, metavar="P", help="pipeline stages")
     group.add_argument("--micro-batches", type=whole, metavar="M", help="micro-batches in a batch")
     group.add_argument(
@@ -119,9 +119,9 @@ def _searched(arguments: Namespace, queues: Queues) -> Program:
     split = not arguments.whole_backwards
     program = searched(costs, *sizes, effort_from(arguments), split=split, queues=queues, told=told).program
     if any(program.schedule.evictions):
-        told("stages evict to their partners: a run by this table needs --bpipe")
+        warn("searched: stages evict to their partners: a run by this table needs --bpipe")
     if SWAP_OUT in program.schedule.table.letters:
-        told("stages swap to their hosts: a run by this table needs --evenpipe-swap 1")
+        warn("searched: stages swap to their hosts: a run by this table needs --evenpipe-swap 1")
     return program
 
 
@@ -153,7 +153,7 @@ def effort_from(arguments: Namespace) -> Effort:
 
 def told(line: str) -> None:
     """A line of a search's progress."""
-    print(f"evenpipe: searched: {line}", file=sys.stderr)
+    say(f"searched: {line}")
 
 
 def costs_from(arguments: Namespace, schedule: Schedule) -> Costs | None:

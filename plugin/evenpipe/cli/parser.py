@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
+from evenpipe.cli.verbosity import add_verbosity
 from evenpipe.wording.parsing import in_plain_words
 from evenpipe.wording.printable import printable
 
@@ -22,6 +23,7 @@ __all__ = [
     "RunFailed",
     "UsageError",
     "add_command",
+    "add_schedule",
     "discard_output",
     "list_commands",
     "sentence",
@@ -211,8 +213,18 @@ def sentence(name: str) -> str:
 
 
 def add_command(commands: Commands, name: str, **texts: Any) -> Parser:
-    """Return a new parser of the sub-command `name`; `texts` are those of argparse beside its line in the list."""
-    return commands.add_parser(name, help=COMMANDS[name], **{"description": sentence(name), **texts})
+    """Return a new parser of the sub-command `name`, with -q and -v; `texts` are argparse's beside its line."""
+    parser = commands.add_parser(name, help=COMMANDS[name], **{"description": sentence(name), **texts})
+    add_verbosity(parser)
+    return parser
+
+
+def add_schedule(group: argparse._ActionsContainer, **texts: Any) -> None:
+    """Add the option --schedule; --schedules, which the help leaves out, is the same."""
+    group.add_argument("--schedule", **texts)
+    group.add_argument(
+        "--schedules", **{**texts, "dest": "schedule", "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    )
 
 
 def list_commands(commands: Commands) -> None:

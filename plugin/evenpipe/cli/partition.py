@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
-from evenpipe.cli.parser import Commands, Parser, UsageError, add_command
+from evenpipe.cli.parser import Commands, Parser, UsageError, add_command, add_schedule
 from evenpipe.cli.partition_shown import print_check, print_front, print_plan, ways_to_cut
 from evenpipe.cli.progress import progress
 from evenpipe.cli.shown import console_of, print_prose, print_table
@@ -237,7 +237,7 @@ def _add_pipeline(parser: Parser) -> None:
     group.add_argument("--stages", type=whole, metavar="N", help="pipeline stages")
     group.add_argument("--memory-gib", type=gibibytes, metavar="X", help="of each stage (default: the device's)")
     one = group.add_mutually_exclusive_group()
-    one.add_argument("--schedule", metavar="NAME", help="what it is to run under; pipedream too (default 1f1b)")
+    add_schedule(one, metavar="NAME", help="what it is to run under; pipedream too (default 1f1b)")
     one.add_argument(
         "--mode", choices=("sync", "async"), help="as DawnPiper: gpipe with a micro-batch a stage, or pipedream"
     )

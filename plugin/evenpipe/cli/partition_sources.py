@@ -14,7 +14,7 @@ import torch
 
 from evenpipe.cli.parser import UsageError
 from evenpipe.cli.progress import progress
-from evenpipe.cli.shown import console_of, print_prose
+from evenpipe.cli.verbosity import say
 from evenpipe.descriptions import Cluster, DescriptionError, device, equal_nodes
 from evenpipe.partition.models import Example, ModelError, build, from_config, from_function
 from evenpipe.partition.profile import Profile, ProfileError
@@ -117,8 +117,7 @@ class Source:
                 write_stages(graph, profile, plan, draft)
                 reason = self._compare(draft, graph)
             if reason is not None:
-                note = f"note: the stages were not compared with the uncut model: {reason}"
-                print_prose(console_of(stderr=True), note)
+                say(f"note: the stages were not compared with the uncut model: {reason}")
             write_stages(graph, profile, plan, path)
         except StageCodeError as error:
             raise UsageError(f"--out {path}: {error}") from error

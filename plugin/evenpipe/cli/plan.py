@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, get_args
@@ -23,10 +22,11 @@ from evenpipe.cli.estimate import (
     stages_on,
     words_of,
 )
-from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.parser import STANDARD_OUTPUT, Commands, UsageError, add_command, add_schedule
 from evenpipe.cli.progress import progress
 from evenpipe.cli.shown import console_of, in_runs, print_prose, print_table
 from evenpipe.cli.values import output_file, picture_file, positive, sample_count, write
+from evenpipe.cli.verbosity import warn
 from evenpipe.descriptions import Cluster, DescriptionError, Framework, Model, Precision
 from evenpipe.fitting.deepspeed import ENGINE
 from evenpipe.planner.arguments import Values
@@ -77,8 +77,7 @@ def _schedules() -> str:
 def add_search_options(parser: ArgumentParser, title: str, description: str | None = None) -> _ArgumentGroup:
     """In a group of their own."""
     group = parser.add_argument_group(title, description)
-    group.add_argument("--schedule", type=_names, metavar="NAME[,NAME...]", help=_schedules())
-    group.add_argument("--schedules", dest="schedule", type=_names, default=SUPPRESS, help=SUPPRESS)  # its older name
+    add_schedule(group, type=_names, metavar="NAME[,NAME...]", help=_schedules())
     group.add_argument("--no-bpipe", dest="bpipe", action="store_false", help="no run with BPipe")
     late = "also schedules whose gradients are a batch late (2bw), compared by the time to the same loss"
     group.add_argument("--delayed", action="store_true", help=late)
@@ -151,7 +150,7 @@ def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
         raise UsageError(f"{flag}: EvenPipe's schedules run without it: leave it out, or ask evenpipe estimate")
     narrowest = next((one for one in every if one.quantized not in (None, "nvfp4")), every[-1])
     for line in notes_of(arguments, of, replace(narrowest.of(named), recompute="selective"), searched=True):
-        print(f"evenpipe: {line}", file=sys.stderr)
+        warn(line)
     return Question(
         of,
         nodes,
@@ -318,6 +317,8 @@ def _run(arguments: Namespace) -> None:
         print(document)
     else:
         show(plan, estimate)
+        if len(of_best) > 1 and arguments.out not in (None, STANDARD_OUTPUT):
+            last = shlex.join(["evenpipe", "recipe", "--plan", str(arguments.out), "--out", "DIR"])
         print(last)
 
 

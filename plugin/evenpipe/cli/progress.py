@@ -11,6 +11,7 @@ from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextCol
 from rich.text import Text
 
 from evenpipe.cli.shown import console_of
+from evenpipe.cli.verbosity import speaks
 
 __all__ = ["Show", "progress"]
 
@@ -39,10 +40,10 @@ class _Times(ProgressColumn):
 
 @contextmanager
 def progress(command: str, first: str) -> Iterator[Show]:
-    """Yield what shows the progress of a command; nothing is shown where standard error is no terminal."""
+    """Yield what shows the progress of a command; nothing is shown after -q, or where standard error is no terminal."""
     console = console_of(stderr=True)
     columns = (SpinnerColumn(), TextColumn(f"{command}: {{task.description}},"), _Times())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+    with Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and speaks())) as shown:
         number = shown.add_task(first, total=None)
         (task,) = shown.tasks
 

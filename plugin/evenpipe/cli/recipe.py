@@ -25,7 +25,7 @@ from evenpipe.recipes import Recipe, RecipeError, Settings
 from evenpipe.recipes.checking import Checked, check
 from evenpipe.recipes.files import files_of, write_files
 from evenpipe.recipes.reading import Written, read_folder
-from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, read_plan, run_of_plan
+from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, read_plan, recipe_of_plan, run_of_plan
 from evenpipe.recipes.surroundings import in_megatron
 from evenpipe.recipes.unsupported import refuse, refuse_before_planning, refuse_divided
 from evenpipe.settings.config import EvenPipeConfig
@@ -122,9 +122,11 @@ def add_to(commands: Commands) -> None:
     parser = add_command(
         commands,
         "recipe",
-        usage="evenpipe recipe gpt|bert (--model NAME | --hf PATH) --cluster NAME"
+        usage="evenpipe recipe --plan PLAN.json --out DIR"
+        "\n                       [--set KEY=VALUE ...] [--force] [--json]"
+        "\n       evenpipe recipe gpt|bert (--model NAME | --hf PATH) --cluster NAME"
         "\n                       --framework NAME --launcher NAME --out DIR"
-        "\n                       (--plan PLAN.json | --global-batch-size G)"
+        "\n                       --global-batch-size G"
         "\n                       [--set KEY=VALUE ...] [--force] [--json]"
         "\n       evenpipe recipe --check DIR [--megatron-lm PATH] [--json]"
         "\n       evenpipe recipe [--cluster NAME] [--json]"
@@ -140,7 +142,8 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--framework", choices=tuple(FRAMEWORKS))
     group.add_argument("--launcher", choices=tuple(LAUNCHERS))
     group = parser.add_argument_group("how: a plan, or a search")
-    group.add_argument("--plan", type=Path, metavar="PLAN.json", help="the first of what `evenpipe plan --out` wrote")
+    first = "the first of what `evenpipe plan --out` wrote; model, cluster and the like are the plan's unless given"
+    group.add_argument("--plan", type=Path, metavar="PLAN.json", help=first)
     group.add_argument("--global-batch-size", "--global-batch", type=sample_count, metavar="G", help="samples, at most")
     add_search_options(parser, "what a search may choose of, without a plan")
     group = parser.add_argument_group("files")
@@ -170,6 +173,8 @@ def _run(arguments: Namespace) -> int | None:
     if arguments.from_flags is not None:
         fit_schedule(arguments.from_flags, arguments.cluster, arguments.json)
         return None
+    if arguments.plan is not None:
+        _complete(arguments)
     if arguments.kind is None:
         raise UsageError("gpt or bert: which is trained? Or give --check DIR, or --from-flags and a line")
     needed = ("model", "cluster", "framework", "launcher", "out")
@@ -179,6 +184,21 @@ def _run(arguments: Namespace) -> int | None:
         raise UsageError(f"missing {', '.join(missing)} (see evenpipe recipe --help)")
     _write(arguments)
     return None
+
+
+def _complete(arguments: Namespace) -> None:
+    """Give options that say what and where, and are not given, the values of the plan's own command of a recipe."""
+    try:
+        command = recipe_of_plan(arguments.plan)
+    except RecipeError as error:
+        raise UsageError(str(error)) from error
+    if command is None:
+        return  # no command of a recipe: what is missing must be given
+    planned = arguments.parser.parse_args(command)
+    for names in (("kind",), ("model", "hf"), ("seq_length",), ("cluster",), ("framework",), ("launcher",)):
+        if all(getattr(arguments, name) is None for name in names):
+            for name in names:
+                setattr(arguments, name, getattr(planned, name))
 
 
 def _write(arguments: Namespace) -> None:

@@ -26,7 +26,8 @@ def add_to(commands: Commands) -> None:
         commands,
         "run",
         usage="torchrun ... -m evenpipe run [--cpu | --deepspeed] SCRIPT [FLAGS ...]"
-        "\n       evenpipe run --estimate [--cluster NAME] [--json] SCRIPT [FLAGS ...]",
+        "\n       evenpipe run --estimate [--cluster NAME] [--json] [-q | -v]"
+        "\n                             SCRIPT [FLAGS ...]",
         description="Run a training script of Megatron-LM, unmodified. Its flags are Megatron's own, and those of the "
         "group EvenPipe that `evenpipe run SCRIPT --help` shows; without any of them the run is stock. With "
         '--deepspeed, a script that uses DeepSpeed: the section "evenpipe" of its configuration takes effect. With '
@@ -66,7 +67,7 @@ def _run(arguments: Namespace) -> None:
 
         estimated(arguments, lambda listener: _run_script(arguments, code, listener))
         return
-    for option in ("cluster", "json"):
+    for option in ("cluster", "json", "quiet", "verbose"):
         if getattr(arguments, option):
             raise UsageError(f"--{option}: is for --estimate: add that, or leave this out")
     if arguments.cpu:

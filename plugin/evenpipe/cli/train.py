@@ -12,7 +12,7 @@ from evenpipe.cli.options import add_output_options, title_of, write_reports
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.train_planned import COMPARED, compared
-from evenpipe.cli.training import add_fields, add_quiet, options_from, run_training
+from evenpipe.cli.training import add_fields, options_from, run_training
 from evenpipe.cli.values import output_file, write
 from evenpipe.report.files import write_atomically
 from evenpipe.report.log_line import median_ms
@@ -36,7 +36,6 @@ def add_to(commands: Commands) -> None:
     parser = add_command(commands, "train")
     add_fields(parser.add_argument_group("run"), TrainOptions.model_fields)
     add_output_options(parser)
-    add_quiet(parser)
     parser.add_argument(
         "--out", type=output_file, metavar="RUN.json", help="write the JSON document, for `evenpipe report`"
     )
@@ -52,7 +51,7 @@ def _run(arguments: Namespace) -> None:
         raise UsageError(str(error)) from error
     if (line := one_group(choose(options.schedule), options.group_size, options.micro_batches, COMMAND)) is not None:
         print(f"evenpipe train: warning: {line}", file=sys.stderr)
-    [result] = run_training("train", [options], [f"{options.engine}, {options.schedule}"], arguments.quiet)
+    [result] = run_training("train", [options], [f"{options.engine}, {options.schedule}"])
     program = last_program(options, result)
     prediction = predict(program, result)
     title = title_of(replace(program.schedule, batches=1), options.bpipe)

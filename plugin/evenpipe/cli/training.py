@@ -7,11 +7,13 @@ from argparse import SUPPRESS, Namespace, _ArgumentGroup
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from evenpipe.cli.parser import Parser, RunFailed, UsageError
+from evenpipe.cli.parser import RunFailed, UsageError, add_schedule
 from evenpipe.cli.shown import console_of
+from evenpipe.cli.verbosity import speaks
 from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.launch import StageFailed, Stopped, run_cases
@@ -20,7 +22,7 @@ from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.result import Iteration, RunResult
 from evenpipe.upstream.installed import too_old_torch
 
-__all__ = ["add_fields", "add_quiet", "options_from", "run_training"]
+__all__ = ["add_fields", "options_from", "run_training"]
 
 
 def add_fields(group: _ArgumentGroup, names: Iterable[str]) -> None:
@@ -32,7 +34,11 @@ def add_fields(group: _ArgumentGroup, names: Iterable[str]) -> None:
         else:
             default = "" if field.default is None else f" (default {field.default})"
             text = f"{field.description}{default}"
-            group.add_argument(command_flag(name), default=SUPPRESS, metavar=name.upper()[:1], help=text)
+            texts: dict[str, Any] = {"default": SUPPRESS, "metavar": name.upper()[:1], "help": text}
+            if name == "schedule":
+                add_schedule(group, **texts)
+            else:
+                group.add_argument(command_flag(name), **texts)
 
 
 def options_from(arguments: Namespace, kind: type[TrainOptions], names: Collection[str]) -> TrainOptions:
@@ -43,15 +49,8 @@ def options_from(arguments: Namespace, kind: type[TrainOptions], names: Collecti
         raise UsageError(str(error)) from error
 
 
-def add_quiet(parser: Parser) -> None:
-    """Add the option that has no progress shown."""
-    parser.add_argument("-q", "--quiet", action="store_true", help="show no progress; warnings and results stay")
-
-
-def run_training(
-    command: str, cases: Sequence[TrainOptions], names: Sequence[str], quiet: bool = False
-) -> list[RunResult]:
-    """Return the results of `cases`, shown under `names` while they run if not `quiet`, for sub-command `command`.
+def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[str]) -> list[RunResult]:
+    """Return the results of `cases`, shown under `names` while they run, for sub-command `command`.
 
     Signal n ends the process with status 128 + n. Raises RunFailed; UsageError without what the engine needs, and for
     options that turned out wrong.
@@ -64,7 +63,7 @@ def run_training(
     try:
         for options in cases:
             check_memory(options)
-        with _progress(names, cases[0].iterations, quiet) as show:
+        with _progress(names, cases[0].iterations) as show:
             return run_cases(cases, show)
     except OptionsError as error:
         raise UsageError(str(error)) from None
@@ -76,10 +75,10 @@ def run_training(
 
 
 @contextmanager
-def _progress(names: Sequence[str], iterations: int, quiet: bool) -> Iterator[Callable[[Iteration], None]]:
+def _progress(names: Sequence[str], iterations: int) -> Iterator[Callable[[Iteration], None]]:
     """Gives what to call after each iteration of a case; the cases are called `names`."""
     console = console_of(stderr=True)
-    console.quiet = quiet
+    console.quiet = not speaks()
     if not console.is_terminal:
         yield lambda done: console.print(
             f"{names[done.case]}: iteration {done.iteration + 1}/{iterations}, {_found(done)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,6 +34,7 @@ __all__ = [
     "RecipeError",
     "Settings",
     "read_plan",
+    "recipe_of_plan",
     "run_of_plan",
     "series",
 ]
@@ -272,8 +274,36 @@ class Recipe:
         }
 
 
+def recipe_of_plan(path: Path) -> list[str] | None:
+    """Return the words after ``evenpipe recipe`` of the plan's own command; None where it has none.
+
+    Raises RecipeError, one line that names the file.
+    """
+    for command in _plan_of(path).commands:
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            raise RecipeError(f"--plan {path}: commands: {error}: plan anew") from None
+        if words[:2] == ["evenpipe", "recipe"]:
+            return words[2:]
+    return None
+
+
 def read_plan(path: Path, model: Model, cluster: str) -> Plan:
     """For that model, with its sequence, and that cluster. Raises RecipeError, one line that names the file."""
+    plan = _plan_of(path)
+    named = {
+        "model": (plan.model, model.name),
+        "seq-length": (plan.seq_length, model.sequence),
+        "cluster": (plan.cluster, cluster),
+    }
+    for what, (of, asked) in named.items():
+        if of != asked:
+            raise RecipeError(f"--plan {path}: is for --{what} {of}, not {asked}: plan anew, or give that {what}")
+    return plan
+
+
+def _plan_of(path: Path) -> Plan:
     try:
         plan = Plan.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -284,14 +314,6 @@ def read_plan(path: Path, model: Model, cluster: str) -> Plan:
         raise RecipeError(f"--plan {path}: no plan that `evenpipe plan --out` wrote: {said}") from None
     if not plan.plans:
         raise RecipeError(f"--plan {path}: has no plans: plan anew, with --top 1 or more")
-    named = {
-        "model": (plan.model, model.name),
-        "seq-length": (plan.seq_length, model.sequence),
-        "cluster": (plan.cluster, cluster),
-    }
-    for what, (of, asked) in named.items():
-        if of != asked:
-            raise RecipeError(f"--plan {path}: is for --{what} {of}, not {asked}: plan anew, or give that {what}")
     return plan
 
 
