@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenpipe.order_search.costs import Part, RunCosts
+from evenpipe.order_search.search import Effort
 from evenpipe.schedule import AUTO, Schedule, ScheduleError, Size, find, verify
 from evenpipe.schedule.known.auto import LOOPED, WHOLE
-from evenpipe.schedule.search.costs import Part, RunCosts
-from evenpipe.schedule.search.search import Effort
 from evenpipe.simulate.costs import Costs
 from evenpipe.simulate.simulator import simulate
 from evenpipe.tuner.choosing import ChoiceLoop, choose, options
