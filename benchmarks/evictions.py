@@ -16,7 +16,7 @@ from front import UNIT_BYTES, halves
 from harness import Benchmark, positive, progress_bar
 from rich.table import Table
 
-from evenpipe.schedule.search.search import Effort
+from evenpipe.order_search.search import Effort
 from evenpipe.simulate.front import Front, front
 
 #: Milliseconds: a part takes about one.

@@ -26,12 +26,12 @@ import numpy as np
 from harness import Benchmark, positive, progress_bar
 from rich.table import Table
 
+from evenpipe.order_search.clock import makespan
+from evenpipe.order_search.costs import Part, RunCosts
+from evenpipe.order_search.problem import Problem
+from evenpipe.order_search.search import Effort, Errors
 from evenpipe.report.memory_front import draw_fronts
 from evenpipe.schedule import Size, find
-from evenpipe.schedule.search.clock import makespan
-from evenpipe.schedule.search.costs import Part, RunCosts
-from evenpipe.schedule.search.problem import Problem
-from evenpipe.schedule.search.search import Effort, Errors
 from evenpipe.simulate.front import Front, front
 from evenpipe.simulate.searched import searched
 

@@ -44,7 +44,7 @@ OURS: Final = {
     "deepspeed/two_bw/drain_at_end.py": ("destroy_process_group",),
     "megatron/bridge.py": ("schedule",),
     "fitting/source.py": ("given",),
-    "megatron/cpu_mode/core.py": ("logger",),
+    "megatron/cpu_mode.py": ("logger",),
     "megatron_lm/layout_model.py": ("sys",),
     "megatron/schedule.py": ("executor",),
     "megatron_lm/measured.py": ("schedule",),
@@ -52,7 +52,7 @@ OURS: Final = {
     "megatron_lm/log.py": ("_schedule", "schedule"),
     "megatron/train_engine/engine.py": ("adaptive",),
     "runtime/host_memory.py": ("block",),
-    "runtime/bandwidth.py": ("column", "console"),
+    "doctor/bandwidth.py": ("column", "console"),
     "runtime/memory.py": ("slot",),
     "runtime/heartbeat.py": ("_life",),
     "runtime/store.py": ("coming", "counter", "leaving", "saved"),
@@ -88,7 +88,7 @@ MARKS: Final = frozenset(
 #: Where the name is not in the statement: what has to be in the list, if anything.
 COMPUTED: Final = {
     ("runtime/weight_versions.py", "owner"): ("param_data",),
-    ("megatron/cpu_mode/core.py", "dispatcher"): ("input_splits", "output_splits"),
+    ("megatron/cpu_mode.py", "dispatcher"): ("input_splits", "output_splits"),
     ("megatron/schedule.py", "groups"): (),  # made here
     ("megatron/recomputing.py", "config"): (),  # settings, for one forward
     ("deepspeed/arrange.py", "module"): (),  # layers, by number

@@ -9,11 +9,11 @@ from typing import Final
 
 import torch
 
+from evenpipe.order_search.costs import Part as PartCosts
+from evenpipe.order_search.costs import RunCosts
+from evenpipe.order_search.search import Effort
 from evenpipe.runtime.resources import StageFigures
 from evenpipe.schedule import Program, Size, build, find
-from evenpipe.schedule.search.costs import Part as PartCosts
-from evenpipe.schedule.search.costs import RunCosts
-from evenpipe.schedule.search.search import Effort
 from evenpipe.simulate.searched import searched
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.two_bw import TwoBWTraining

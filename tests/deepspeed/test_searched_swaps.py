@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.schedule.search.costs import Part, RunCosts
-from evenpipe.schedule.search.search import Effort
+from evenpipe.order_search.costs import Part, RunCosts
+from evenpipe.order_search.search import Effort
 from evenpipe.simulate.searched import searched
 from tests.deepspeed.job import run_cases
 

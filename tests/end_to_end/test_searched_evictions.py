@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from evenpipe.schedule.search.costs import FORMAT, Part, RunCosts, check_caps, held_bytes
-from evenpipe.schedule.search.search import Effort
+from evenpipe.order_search.costs import FORMAT, Part, RunCosts, check_caps, held_bytes
+from evenpipe.order_search.search import Effort
 from evenpipe.simulate.searched import searched
 from evenpipe.train.launch import run_cases
 from evenpipe.train.options import TrainOptions

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from evenpipe.megatron.cpu_mode import install_cpu_mode
+from evenpipe.megatron_lm.cpu_scripts import install_cpu_mode
 
 install_cpu_mode()
 

@@ -343,7 +343,7 @@ def schedule_of(engine: str, peak: int = 0, room: int = 0) -> PipelineSchedule:
     if engine in ("searched", SWAPPING):
         from evenpipe.megatron.adaptive.schedule import Tuning
         from evenpipe.megatron.searched import SearchedSchedule
-        from evenpipe.schedule.search.search import Effort
+        from evenpipe.order_search.search import Effort
 
         return SearchedSchedule(Tuning(1 << 30, int), effort=Effort(0.1), swaps=engine == SWAPPING)
     if engine == TABLE:
@@ -364,8 +364,8 @@ def schedule_of(engine: str, peak: int = 0, room: int = 0) -> PipelineSchedule:
 
 def searched_table() -> Schedule:
     """An order for four even stages that hold three micro-batches each, and swap others in a forward."""
-    from evenpipe.schedule.search.costs import Part, RunCosts
-    from evenpipe.schedule.search.search import Effort
+    from evenpipe.order_search.costs import Part, RunCosts
+    from evenpipe.order_search.search import Effort
     from evenpipe.simulate.searched import searched
 
     part = Part(forward_ms=2, input_gradient_ms=2, weight_gradient_ms=2, saved_bytes=100)

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.transformer.enums import AttnBackend
 
-from evenpipe.megatron.cpu_mode import adapt_arguments
-from evenpipe.megatron.cpu_mode.scripts import missing_package
+from evenpipe.megatron_lm.cpu_scripts import adapt_arguments, missing_package
 
 
 def test_megatron_s_defaults_are_changed_and_named() -> None:

@@ -53,7 +53,7 @@ def test_a_checkout_that_has_compiled_nothing_uses_the_helpers_of_the_wheel(tmp_
 def test_a_stand_in_for_triton_s_kernels_raises_when_it_is_called() -> None:
     code = "import sys; sys.modules['triton'] = None; import importlib.util as u; find = u.find_spec; "
     code += "u.find_spec = lambda name, *more: None if name == 'triton' else find(name, *more); "
-    code += "from evenpipe.megatron.cpu_mode.core import stand_in_for_triton_kernels as stand_in; stand_in(); "
+    code += "from evenpipe.megatron.cpu_mode import stand_in_for_triton_kernels as stand_in; stand_in(); "
     code += f"from {KERNELS} import enable_batch_invariant_mode; print('imported', flush=True); "
     code += "enable_batch_invariant_mode()"
     run = python("-c", code)

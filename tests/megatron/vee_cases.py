@@ -72,10 +72,10 @@ def table_of(order: str) -> Path:
 
 
 def write_tables() -> None:
+    from evenpipe.order_search.costs import Part
+    from evenpipe.order_search.problem import Problem
+    from evenpipe.order_search.search import Effort, search
     from evenpipe.schedule import Size, build, vee
-    from evenpipe.schedule.search.costs import Part
-    from evenpipe.schedule.search.problem import Problem
-    from evenpipe.schedule.search.search import Effort, search
 
     heavy = [1.05, *[1.0] * (2 * WORLD - 2), 1.4]
     parts = [Part(forward_ms=ms, input_gradient_ms=1.1 * ms, weight_gradient_ms=0.9 * ms) for ms in heavy]
@@ -99,8 +99,8 @@ def carry_out(case: Case, order: str | None = None, placed: bool = True) -> dict
     from evenpipe.megatron.schedule import PipelineSchedule
     from evenpipe.megatron.searched import SearchedSchedule
     from evenpipe.megatron.vee import as_interleaved, vee_patches
+    from evenpipe.order_search.search import Effort
     from evenpipe.runtime.resources import StageFigures
-    from evenpipe.schedule.search.search import Effort
 
     ours = order is not None
 

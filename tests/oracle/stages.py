@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from evenpipe.megatron.cpu_mode.core import without_transformer_engine
+from evenpipe.megatron.cpu_mode import without_transformer_engine
 from evenpipe.megatron.train_engine.learner import initialise
 from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.train.data import Corpus, MicroBatch

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from evenpipe.runtime.bandwidth import ProcessLocation
+from evenpipe.doctor.bandwidth import ProcessLocation
 
 __all__ = ["printed", "processes"]
 

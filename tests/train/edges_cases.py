@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenpipe.order_search.costs import Part, RunCosts
+from evenpipe.order_search.search import Effort
 from evenpipe.schedule import Program, Size, build, verify
-from evenpipe.schedule.search.costs import Part, RunCosts
-from evenpipe.schedule.search.search import Effort
 from evenpipe.simulate.searched import searched
 from evenpipe.torch.pipeline import ModulePipeline
 

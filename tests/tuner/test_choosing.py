@@ -1,13 +1,15 @@
 """Which schedule is chosen for given times, bytes and memory, and what is said of it."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenpipe.order_search.costs import Part, RunCosts
+from evenpipe.order_search.search import Effort
 from evenpipe.schedule import AUTO, Schedule, ScheduleError, Size, find, verify
 from evenpipe.schedule.known.auto import LOOPED, WHOLE
-from evenpipe.schedule.search.costs import Part, RunCosts
-from evenpipe.schedule.search.search import Effort
 from evenpipe.simulate.costs import Costs
 from evenpipe.simulate.simulator import simulate
 from evenpipe.tuner.choosing import ChoiceLoop, choose, options
@@ -180,5 +182,5 @@ def test_a_choice_that_evicts_is_made_anew_where_a_run_that_goes_on_cannot(evict
     other = ChoiceLoop(PartWatch(), effort=QUICK)
     other.join(evicts)
     other.load_state_dict(loop.state_dict())
-    other.prepare(None, size, "many")
+    other.prepare(SimpleNamespace(swaps=None), size, "many")
     assert any(other.program(size, "many").schedule.evictions) == evicts

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from evenpipe.order_search.costs import Part, RunCosts
 from evenpipe.runtime.timing import HostClock
 from evenpipe.schedule import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Size, build
 from evenpipe.schedule.bpipe import swapped
-from evenpipe.schedule.search.costs import Part, RunCosts
 from evenpipe.tuner.pace import Pace
 from evenpipe.tuner.part_watch import PartFigures, PartWatch
 from evenpipe.tuner.searching import FIRST, SearchLoop, _part

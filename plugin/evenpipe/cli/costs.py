@@ -9,9 +9,9 @@ from pathlib import Path
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import above_zero, duration_ms, output_file, write
+from evenpipe.order_search.costs import FORMAT, RunCosts
 from evenpipe.report.files import write_atomically
 from evenpipe.schedule import ScheduleError
-from evenpipe.schedule.search.costs import FORMAT, RunCosts
 from evenpipe.settings.spelling import in_flags
 
 __all__ = ["add_to"]

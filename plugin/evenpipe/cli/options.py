@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from evenpipe.cli.parser import Parser, UsageError, add_schedule
 from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, seed, whole, write
 from evenpipe.cli.verbosity import say, warn
+from evenpipe.order_search.costs import FORMAT, RunCosts
 from evenpipe.report.files import write_atomically
 from evenpipe.report.timeline import StageMemory, Timeline, perfetto_trace
 from evenpipe.schedule import (
@@ -26,12 +27,11 @@ from evenpipe.schedule import (
     choose,
     names,
 )
-from evenpipe.schedule.search.costs import FORMAT, RunCosts
 from evenpipe.settings.spelling import command_flag, in_flags
 from evenpipe.simulate import Costs, Simulation, SimulationError
 
 if TYPE_CHECKING:
-    from evenpipe.schedule.search.search import Effort
+    from evenpipe.order_search.search import Effort
 
 __all__ = [
     "add_output_options",
@@ -146,7 +146,7 @@ def parts_from(arguments: Namespace, asked: str) -> RunCosts:
 
 def effort_from(arguments: Namespace) -> Effort:
     """Return how long to search."""
-    from evenpipe.schedule.search.search import Effort
+    from evenpipe.order_search.search import Effort
 
     return Effort(arguments.seconds or Effort().seconds, seed=arguments.seed or 0)
 

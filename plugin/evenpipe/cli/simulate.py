@@ -25,8 +25,8 @@ from evenpipe.cli.options import (
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.shown import console_of, print_prose, print_table
 from evenpipe.cli.values import bandwidth_gbps, duration_ms, durations_ms, mebibytes, write
+from evenpipe.order_search.costs import held_bytes
 from evenpipe.schedule import GAINING, OWN_ENDS, SWAP_OUT, WEIGHT_GRADIENT, Schedule, ScheduleError, most_whole
-from evenpipe.schedule.search.costs import held_bytes
 from evenpipe.settings.spelling import command_flag, in_flags
 from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate, simulation_document
 from evenpipe.simulate.device import PLAIN, SYNCHRONISED, Environment, run_on_devices

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from evenpipe.cli.parser import STANDARD_OUTPUT, UsageError
+from evenpipe.order_search.costs import RunCosts
 from evenpipe.report.files import check_writable, is_special
 from evenpipe.schedule import ScheduleError
-from evenpipe.schedule.search.costs import RunCosts
 
 __all__ = [
     "above_zero",

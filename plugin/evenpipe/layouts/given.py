@@ -17,9 +17,9 @@ from evenpipe.layouts.layers import Layer, described, layers_of
 from evenpipe.layouts.plan import FlagsRead, plan_layout, read_flags
 from evenpipe.layouts.split import Cuts, Problem
 from evenpipe.planner.estimate import Estimate, Estimator
-from evenpipe.planner.layout_text import unrolled
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.uncertainty import EQUAL
+from evenpipe.recipes.layout_text import unrolled
 
 __all__ = ["CheckedLayout", "check_layout", "checked", "cuts_of"]
 

@@ -11,9 +11,9 @@ from evenpipe.megatron.recomputing import obstacle
 from evenpipe.megatron.searched import SearchedSchedule
 from evenpipe.megatron.stage import Batch
 from evenpipe.megatron.unsupported import refused_settings
+from evenpipe.order_search.search import Effort
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import AUTO, Queues
-from evenpipe.schedule.search.search import Effort
 from evenpipe.tuner.choosing import ChoiceLoop
 from evenpipe.tuner.part_watch import PartWatch
 

@@ -12,10 +12,10 @@ from evenpipe.megatron.recomputing import obstacle
 from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.stage import Batch
 from evenpipe.megatron.unsupported import refused_settings
+from evenpipe.order_search.search import USUAL, Effort
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.weight_gradients import queued_bytes
 from evenpipe.schedule import SEARCHED, Need, Program, Schedule, Size, Spec, Unit
-from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.tuner.part_watch import PartWatch
 from evenpipe.tuner.searching import SearchLoop
 

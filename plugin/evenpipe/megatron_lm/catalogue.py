@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from evenpipe.megatron.cpu_mode.core import cpu_mode
-from evenpipe.megatron.cpu_mode.scripts import script_patches as cpu_script_patches
+from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.planned_layout import half_layers
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
@@ -21,6 +20,7 @@ from evenpipe.megatron.two_bw_symbols import QUANTISED, TWO_BW
 from evenpipe.megatron.vee import vee_patches
 from evenpipe.megatron.weight_gradients import linear_layers
 from evenpipe.megatron_lm.chunks import chunk_patches
+from evenpipe.megatron_lm.cpu_scripts import script_patches as cpu_script_patches
 from evenpipe.megatron_lm.delayed import delayed_gradients
 from evenpipe.megatron_lm.install import script_patches
 from evenpipe.megatron_lm.log import log_patches

@@ -112,6 +112,6 @@ def _cpu_mode_without_gpu(as_given: bool) -> None:
 
 
 def _cpu_mode(as_given: bool = False) -> None:
-    from evenpipe.megatron.cpu_mode import install_cpu_mode
+    from evenpipe.megatron_lm.cpu_scripts import install_cpu_mode
 
     install_cpu_mode(as_given)

@@ -25,8 +25,8 @@ from evenpipe.layouts.gpt import Gpt, LayoutError, Pipeline, parse_flags
 from evenpipe.layouts.layers import kinds
 from evenpipe.layouts.measured import measured
 from evenpipe.layouts.plan import even_layout
-from evenpipe.megatron.cpu_mode import install_cpu_mode
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
+from evenpipe.megatron_lm.cpu_scripts import install_cpu_mode
 from evenpipe.megatron_lm.flags import add_flags
 from evenpipe.runtime.precisions import PRECISIONS
 

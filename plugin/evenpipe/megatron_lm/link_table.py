@@ -13,9 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from rich.console import Group
 
-from evenpipe.megatron.schedule import PipelineSchedule
-from evenpipe.megatron_lm.log import say
-from evenpipe.runtime.bandwidth import (
+from evenpipe.doctor.bandwidth import (
     JobLayout,
     ModelShape,
     Need,
@@ -24,6 +22,8 @@ from evenpipe.runtime.bandwidth import (
     estimated_need,
     print_for_a_log,
 )
+from evenpipe.megatron.schedule import PipelineSchedule
+from evenpipe.megatron_lm.log import say
 from evenpipe.runtime.exchange import gather
 from evenpipe.runtime.placement import NotPlacedError, Placement
 from evenpipe.runtime.timing import matrix_flops, sending_gbps

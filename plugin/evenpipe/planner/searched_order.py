@@ -56,8 +56,8 @@ def searched_program(
 
     units, left: bytes that each stage's chunks save of a micro-batch, and keep between the halves of its backward.
     """
-    from evenpipe.schedule.search.costs import FORMAT, Part, RunCosts
-    from evenpipe.schedule.search.search import Effort
+    from evenpipe.order_search.costs import FORMAT, Part, RunCosts
+    from evenpipe.order_search.search import Effort
     from evenpipe.simulate.searched import searched
 
     actions = 3 * len(where.stages) * run.micro_batches

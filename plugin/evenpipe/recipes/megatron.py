@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 from evenpipe.descriptions import Model
 from evenpipe.planner.arguments import FlagError, Pipelined, Values, model_of, parse_flags, run_of
 from evenpipe.planner.features import flags_of
-from evenpipe.planner.layout_text import unrolled
 from evenpipe.planner.run import Run
 from evenpipe.recipes.flag_needs import Given, without_effect
+from evenpipe.recipes.layout_text import unrolled
 from evenpipe.recipes.recipe import Recipe, series
 from evenpipe.recipes.rendering import Flag, Group, Line, Variable, lines
 from evenpipe.schedule import AUTO

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from evenpipe.order_search.costs import FORMAT, Part, Placement, RunCosts
 from evenpipe.report.timeline import TRACE
 from evenpipe.schedule import (
     BACKWARD,
@@ -25,7 +26,6 @@ from evenpipe.schedule import (
     parse,
     vee,
 )
-from evenpipe.schedule.search.costs import FORMAT, Part, Placement, RunCosts
 from evenpipe.wording.validation import first_message
 
 __all__ = ["costs_of_trace"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from evenpipe.order_search.costs import Part, RunCosts
 from evenpipe.schedule import BACKWARD, Cost, Link, LinkKind, Schedule
-from evenpipe.schedule.search.costs import Part, RunCosts
 
 __all__ = [
     "Costs",

@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from evenpipe.order_search.costs import RunCosts
+from evenpipe.order_search.problem import Problem
+from evenpipe.order_search.search import USUAL, Effort
 from evenpipe.schedule import SEARCHED, Program, ScheduleError, Size, build, find, loop, own, vee
-from evenpipe.schedule.search.costs import RunCosts
-from evenpipe.schedule.search.problem import Problem
-from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.simulate.costs import Costs, placed_parts, saved_and_left_bytes, whole_backward_bytes
 from evenpipe.simulate.searched import searched
 from evenpipe.simulate.simulator import simulate

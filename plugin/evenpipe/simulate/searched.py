@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
+from evenpipe.order_search.costs import RunCosts, check_caps
+from evenpipe.order_search.evicting import lent, sharing, with_evictions, with_swaps_to_hosts
+from evenpipe.order_search.problem import Problem
+from evenpipe.order_search.recomputing import recomputations
+from evenpipe.order_search.search import USUAL, Effort, search
 from evenpipe.schedule import Program, Queues, Schedule, ScheduleError, verify
-from evenpipe.schedule.search.costs import RunCosts, check_caps
-from evenpipe.schedule.search.evicting import lent, sharing, with_evictions, with_swaps_to_hosts
-from evenpipe.schedule.search.problem import Problem
-from evenpipe.schedule.search.recomputing import recomputations
-from evenpipe.schedule.search.search import USUAL, Effort, search
 from evenpipe.simulate.costs import Costs
 from evenpipe.simulate.simulator import simulate
 

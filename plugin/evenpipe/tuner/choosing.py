@@ -8,6 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar, Final, NamedTuple
 
+from evenpipe.order_search.costs import RunCosts, held_bytes
+from evenpipe.order_search.problem import Problem
+from evenpipe.order_search.search import USUAL, Effort
 from evenpipe.schedule import (
     AUTO,
     BACKWARD,
@@ -28,9 +31,6 @@ from evenpipe.schedule import (
     own,
     verify,
 )
-from evenpipe.schedule.search.costs import RunCosts, held_bytes
-from evenpipe.schedule.search.problem import Problem
-from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.schedule.spec import halved
 from evenpipe.simulate.costs import Costs
 from evenpipe.simulate.searched import searched

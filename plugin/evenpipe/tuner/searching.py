@@ -13,6 +13,9 @@ from typing import Any, ClassVar, Final, Literal
 import numpy as np
 import torch.distributed as dist
 
+from evenpipe.order_search.costs import FORMAT, Part, Placement, RunCosts, check_caps, held_bytes
+from evenpipe.order_search.problem import Problem
+from evenpipe.order_search.search import EXPECTED, USUAL, Effort
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.resources import highest_of_all
 from evenpipe.runtime.timing import copying_gbps, sending_gbps
@@ -34,9 +37,6 @@ from evenpipe.schedule import (
     loop,
     verify,
 )
-from evenpipe.schedule.search.costs import FORMAT, Part, Placement, RunCosts, check_caps, held_bytes
-from evenpipe.schedule.search.problem import Problem
-from evenpipe.schedule.search.search import EXPECTED, USUAL, Effort
 from evenpipe.schedule.spec import halved
 from evenpipe.simulate.searched import searched
 from evenpipe.tuner.links import Burst, Ends, measure_links

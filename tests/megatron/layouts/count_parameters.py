@@ -3,7 +3,7 @@
 import json
 import sys
 
-from evenpipe.megatron.cpu_mode import install_cpu_mode
+from evenpipe.megatron_lm.cpu_scripts import install_cpu_mode
 
 install_cpu_mode()
 

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from evenpipe.megatron.cpu_mode.core import without_transformer_engine
+from evenpipe.megatron.cpu_mode import without_transformer_engine
 from evenpipe.megatron.vee import part_of
 from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.train import data

@@ -1,4 +1,4 @@
-"""A schedule for the times of one run, which are measured while it trains (:mod:`evenpipe.schedule.search`)."""
+"""A schedule for the times of one run, which are measured while it trains (:mod:`evenpipe.order_search`)."""
 
 from __future__ import annotations
 

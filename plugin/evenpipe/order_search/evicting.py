@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
+from evenpipe.order_search.clock import NEVER
+from evenpipe.order_search.problem import Problem
+from evenpipe.order_search.recomputing import quick_ms, recomputations
 from evenpipe.schedule.bpipe import balance, swapped
 from evenpipe.schedule.order import Queues
 from evenpipe.schedule.schedule import Schedule
-from evenpipe.schedule.search.clock import NEVER
-from evenpipe.schedule.search.problem import Problem
-from evenpipe.schedule.search.recomputing import quick_ms, recomputations
 from evenpipe.schedule.table import own_peak
 from evenpipe.schedule.topology import partner
 

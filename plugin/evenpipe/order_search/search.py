@@ -12,16 +12,16 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from evenpipe.order_search.annealing import Cooling, Samples, anneal
+from evenpipe.order_search.blocks import blocks, repeated_order
+from evenpipe.order_search.clock import NEVER, makespan
+from evenpipe.order_search.compiled import COMPILED
+from evenpipe.order_search.justifying import justified
+from evenpipe.order_search.listing import listed
+from evenpipe.order_search.problem import Order, Problem
 from evenpipe.schedule.actions import ScheduleError
 from evenpipe.schedule.known import find, own
 from evenpipe.schedule.schedule import Schedule
-from evenpipe.schedule.search.annealing import Cooling, Samples, anneal
-from evenpipe.schedule.search.blocks import blocks, repeated_order
-from evenpipe.schedule.search.clock import NEVER, makespan
-from evenpipe.schedule.search.compiled import COMPILED
-from evenpipe.schedule.search.justifying import justified
-from evenpipe.schedule.search.listing import listed
-from evenpipe.schedule.search.problem import Order, Problem
 from evenpipe.schedule.spec import Size
 from evenpipe.schedule.topology import vee
 

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenpipe.order_search.annealing import Cooling, anneal
+from evenpipe.order_search.blocks import blocks, repeated_order
+from evenpipe.order_search.clock import NEVER, makespan
+from evenpipe.order_search.compiled import COMPILED
+from evenpipe.order_search.costs import Part, RunCosts, check_caps, held_bytes
+from evenpipe.order_search.justifying import justified
+from evenpipe.order_search.listing import listed
+from evenpipe.order_search.problem import Problem
+from evenpipe.order_search.search import EXPECTED, Effort, Errors, search
 from evenpipe.schedule import Kind, Schedule, ScheduleError, Size, build, find, loop, vee, verify
 from evenpipe.schedule.building_block import Pass, closed_up, repeated
-from evenpipe.schedule.search.annealing import Cooling, anneal
-from evenpipe.schedule.search.blocks import blocks, repeated_order
-from evenpipe.schedule.search.clock import NEVER, makespan
-from evenpipe.schedule.search.compiled import COMPILED
-from evenpipe.schedule.search.costs import Part, RunCosts, check_caps, held_bytes
-from evenpipe.schedule.search.justifying import justified
-from evenpipe.schedule.search.listing import listed
-from evenpipe.schedule.search.problem import Problem
-from evenpipe.schedule.search.search import EXPECTED, Effort, Errors, search
 from evenpipe.simulate import Costs, simulate
 from evenpipe.simulate.searched import searched
 

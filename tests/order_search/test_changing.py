@@ -8,14 +8,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenpipe.order_search.annealing import Cooling, anneal
+from evenpipe.order_search.changing import Clocked, clocked, follow, move, reach, restore, settle
+from evenpipe.order_search.clock import makespan
+from evenpipe.order_search.costs import Part
+from evenpipe.order_search.listing import listed
+from evenpipe.order_search.problem import Problem
+from evenpipe.order_search.search import Errors
 from evenpipe.schedule import loop, vee
-from evenpipe.schedule.search.annealing import Cooling, anneal
-from evenpipe.schedule.search.changing import Clocked, clocked, follow, move, reach, restore, settle
-from evenpipe.schedule.search.clock import makespan
-from evenpipe.schedule.search.costs import Part
-from evenpipe.schedule.search.listing import listed
-from evenpipe.schedule.search.problem import Problem
-from evenpipe.schedule.search.search import Errors
 from evenpipe.schedule.topology import Places
 
 PLACES = st.sampled_from([loop(3), loop(2, 2), vee(2), vee(3)])

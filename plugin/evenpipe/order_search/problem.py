@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from evenpipe.order_search.costs import Part, RunCosts
 from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind
-from evenpipe.schedule.search.costs import Part, RunCosts
 from evenpipe.schedule.topology import Places
 
 __all__ = ["Graph", "Numbers", "Order", "Problem"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import SimpleNamespace
 from typing import Any, Final
 
-from evenpipe.megatron.cpu_mode.core import (
+from evenpipe.megatron.cpu_mode import (
     DATASETS,
     EXPERTS,
     cpu_mode,

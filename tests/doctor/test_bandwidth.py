@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evenpipe.runtime.bandwidth import (
+from evenpipe.doctor.bandwidth import (
     JobLayout,
     MeasuredPair,
     ModelShape,

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenpipe.schedule.search.clock import NEVER, ends
-from evenpipe.schedule.search.compiled import compiled
-from evenpipe.schedule.search.problem import Graph, Numbers, Order
+from evenpipe.order_search.clock import NEVER, ends
+from evenpipe.order_search.compiled import compiled
+from evenpipe.order_search.problem import Graph, Numbers, Order
 
 __all__ = ["Clocked", "clocked", "estimate", "follow", "move", "reach", "restore", "settle"]
 

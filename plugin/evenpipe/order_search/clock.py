@@ -10,8 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from evenpipe.schedule.search.compiled import compiled
-from evenpipe.schedule.search.problem import Graph, Numbers, Order, Problem
+from evenpipe.order_search.compiled import compiled
+from evenpipe.order_search.problem import Graph, Numbers, Order, Problem
 
 __all__ = ["NEVER", "ends", "makespan"]
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenpipe.order_search.compiled import COMPILED
+from evenpipe.order_search.costs import Part, RunCosts, check_caps, held_bytes
+from evenpipe.order_search.evicting import sharing
+from evenpipe.order_search.problem import Problem
+from evenpipe.order_search.search import Effort
 from evenpipe.schedule import Action, Schedule, ScheduleError, most_whole, verify
-from evenpipe.schedule.search.compiled import COMPILED
-from evenpipe.schedule.search.costs import Part, RunCosts, check_caps, held_bytes
-from evenpipe.schedule.search.evicting import sharing
-from evenpipe.schedule.search.problem import Problem
-from evenpipe.schedule.search.search import Effort
 from evenpipe.simulate import Costs, simulate
 from evenpipe.simulate.searched import searched
 

@@ -12,8 +12,8 @@ from typing import Final
 
 import numpy as np
 
+from evenpipe.order_search.problem import Numbers, Order, Problem
 from evenpipe.schedule.building_block import PERIOD
-from evenpipe.schedule.search.problem import Numbers, Order, Problem
 
 __all__ = ["blocks", "repeated_order"]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from evenpipe.schedule.search.clock import NEVER, makespan
-from evenpipe.schedule.search.compiled import COMPILED
-from evenpipe.schedule.search.justifying import justified
-from evenpipe.schedule.search.listing import listed
-from evenpipe.schedule.search.problem import Problem
+from evenpipe.order_search.clock import NEVER, makespan
+from evenpipe.order_search.compiled import COMPILED
+from evenpipe.order_search.justifying import justified
+from evenpipe.order_search.listing import listed
+from evenpipe.order_search.problem import Problem
 
 __all__ = ["quick_ms", "recomputations"]
 

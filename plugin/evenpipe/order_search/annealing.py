@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from evenpipe.schedule.search.changing import Clocked, clocked, estimate, follow, move, reach, restore, settle
-from evenpipe.schedule.search.clock import NEVER
-from evenpipe.schedule.search.compiled import compiled
-from evenpipe.schedule.search.problem import Graph, Numbers, Order, Problem
+from evenpipe.order_search.changing import Clocked, clocked, estimate, follow, move, reach, restore, settle
+from evenpipe.order_search.clock import NEVER
+from evenpipe.order_search.compiled import compiled
+from evenpipe.order_search.problem import Graph, Numbers, Order, Problem
 
 __all__ = ["Cooling", "Samples", "anneal"]
 

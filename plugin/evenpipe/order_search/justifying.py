@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from evenpipe.schedule.search.clock import NEVER, ends
-from evenpipe.schedule.search.compiled import compiled
-from evenpipe.schedule.search.problem import Graph, Numbers, Order, Problem
+from evenpipe.order_search.clock import NEVER, ends
+from evenpipe.order_search.compiled import compiled
+from evenpipe.order_search.problem import Graph, Numbers, Order, Problem
 
 __all__ = ["justified"]
 
