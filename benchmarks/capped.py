@@ -133,7 +133,8 @@ def measure(rank: int, setting: Setting, tick: Tick) -> list[dict[str, Any]]:
         for number in range(_UNTIMED + setting.repeats):
             program = decides.programs(plain, setting.size)(setting.size)
             decides.begin(executor, [layers])
-            with recomputing_layers(layers[: decides.layers(plain, setting.size)]):
+            (again,) = decides.layers(plain, setting.size)
+            with recomputing_layers(layers[:again]):
                 took = batch_ms(executor, program)
             decides.end(executor, setting.size, room, plain)
             if number >= _UNTIMED:
