@@ -52,7 +52,6 @@ OURS: Final = {
     "megatron_lm/log.py": ("_schedule", "schedule"),
     "megatron/train_engine/engine.py": ("adaptive",),
     "runtime/host_memory.py": ("block",),
-    "doctor/bandwidth.py": ("column", "console"),
     "runtime/memory.py": ("slot",),
     "runtime/heartbeat.py": ("_life",),
     "runtime/store.py": ("coming", "counter", "leaving", "saved"),
