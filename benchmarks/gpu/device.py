@@ -1,7 +1,7 @@
 """What one process has of its device: how fast memory goes to the host and back, and what a GPT layer takes.
 
 Copies are of pinned memory, on a side stream each way. Predicted: of copies beside compute, that it does not notice; of
-a layer, `evenpipe.doctor.bandwidth.forward_flops` at the speed of a matrix product of its shape, backward twice that.
+a layer, `evenpipe.report.bandwidth.forward_flops` at the speed of a matrix product of its shape, backward twice that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from evenpipe.doctor.bandwidth import ModelShape, forward_flops
+from evenpipe.report.bandwidth import ModelShape, forward_flops
 from evenpipe.runtime.timing import clock_for, matrix_flops
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.transformer import initialised_piece

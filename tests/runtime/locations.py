@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from evenpipe.doctor.bandwidth import ProcessLocation
+from evenpipe.report.bandwidth import ProcessLocation
 
 __all__ = ["printed", "processes"]
 

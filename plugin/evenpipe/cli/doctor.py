@@ -18,13 +18,13 @@ from evenpipe.cli.parser import Commands, UsageError, add_command, sentence
 from evenpipe.cli.progress import progress
 from evenpipe.cli.shown import console_of, print_table
 from evenpipe.cli.values import gibibytes, positive
-from evenpipe.doctor.bandwidth import ModelShape, Recompute
 from evenpipe.doctor.environment import environment
 from evenpipe.doctor.finding import Check, Finding, Reported, Verdict, by_finding, run_checks
 from evenpipe.doctor.installed import framework, gpus, python_and_torch, topology
 from evenpipe.doctor.job import Launched
 from evenpipe.doctor.links import Together, Wanted, gather_findings
 from evenpipe.doctor.machine import open_files, shared_memory, storage
+from evenpipe.report.bandwidth import ModelShape, Recompute
 
 __all__ = ["add_to"]
 

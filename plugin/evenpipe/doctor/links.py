@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from evenpipe.doctor.bandwidth import ModelShape, Recompute
 from evenpipe.doctor.finding import (
     Check,
     Finding,
@@ -24,6 +23,7 @@ from evenpipe.doctor.finding import (
     unseen,
 )
 from evenpipe.doctor.job import Job, Launched, NoMeetingError, meet
+from evenpipe.report.bandwidth import ModelShape, Recompute
 from evenpipe.runtime.placement import Coordinate, place
 
 __all__ = ["Pipelines", "Together", "Wanted", "clocks", "gather_findings"]
@@ -188,7 +188,7 @@ def _verdicts(
     """On the rank that reports: what links carry against what BPipe needs, and a row a pair."""
     from statistics import median
 
-    from evenpipe.doctor.bandwidth import MeasuredPair, bandwidth_warnings, estimated_need
+    from evenpipe.report.bandwidth import MeasuredPair, bandwidth_warnings, estimated_need
 
     need = None
     rates = [one.flops for one in measured.values() if one.flops is not None]

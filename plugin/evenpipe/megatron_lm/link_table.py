@@ -13,7 +13,9 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from rich.console import Group
 
-from evenpipe.doctor.bandwidth import (
+from evenpipe.megatron.schedule import PipelineSchedule
+from evenpipe.megatron_lm.log import say
+from evenpipe.report.bandwidth import (
     JobLayout,
     ModelShape,
     Need,
@@ -22,8 +24,6 @@ from evenpipe.doctor.bandwidth import (
     estimated_need,
     print_for_a_log,
 )
-from evenpipe.megatron.schedule import PipelineSchedule
-from evenpipe.megatron_lm.log import say
 from evenpipe.runtime.exchange import gather
 from evenpipe.runtime.placement import NotPlacedError, Placement
 from evenpipe.runtime.timing import matrix_flops, sending_gbps

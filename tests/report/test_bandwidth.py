@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evenpipe.doctor.bandwidth import (
+from evenpipe.report.bandwidth import (
     JobLayout,
     MeasuredPair,
     ModelShape,
