@@ -249,7 +249,7 @@ class Patches(_Document):
 
 
 class Predicted(_Document):
-    """What an estimate says of a recipe; memory_gib: of the fullest stage."""
+    """The estimate of a recipe. memory_gib: of the fullest stage."""
 
     fits: bool
     memory_gib: float
@@ -269,7 +269,7 @@ class Recipe(_Document):
 
 
 class RecipeCheck(_Document):
-    """What no longer fits of a recipe, and what was not looked at; predicted: null where there are problems."""
+    """Problems of a recipe, and what was not checked. predicted: null where there are problems."""
 
     format: Literal["evenpipe.recipe-check/1"]
     folder: str

@@ -17,7 +17,7 @@ __all__ = ["Verbosity", "add_verbosity", "say", "speaking", "speaks", "warn"]
 
 
 class Verbosity(IntEnum):
-    """What is said: warnings and errors alone; progress and notes too; all that there is."""
+    """How much is printed: only warnings and errors; also progress and notes; also defaults and tracebacks."""
 
     QUIET = 0
     USUAL = 1

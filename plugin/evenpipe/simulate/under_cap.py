@@ -42,7 +42,7 @@ class Layer(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What a stage does under its cap: which micro-batches swap, what share of each, and how many layers recompute."""
+    """A stage's part of a plan: the level and share of its swaps, and how many layers it recomputes."""
 
     level: Level
     share: float

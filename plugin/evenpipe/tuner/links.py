@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, pairwise
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,10 @@ from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.resources import highest_of_all
 from evenpipe.runtime.timing import sending_gbps
-from evenpipe.schedule import Link, links, loop
+from evenpipe.schedule import Link, ScheduleError, links, loop
 from evenpipe.tuner.tuner import Retune, Tuner
 
-__all__ = ["Burst", "Ends", "fits_on_all", "measure_links", "of_all_stages", "retune"]
+__all__ = ["Burst", "Ends", "decided_by_rank_0", "fits_on_all", "measure_links", "of_all_stages", "retune"]
 
 #: Longer ones take no less for each message.
 _LONGEST_BURST: Final = 8
@@ -224,3 +224,24 @@ class _Probe:
         if self._device.type == "cuda":
             # Not the whole device: other transfers may be waiting for this stage.
             torch.cuda.current_stream(self._device).synchronize()
+
+
+def decided_by_rank_0(decide: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
+    """Return what `decide` returns on rank 0, where alone it is called: plain data, and what is said of it.
+
+    Where it fails, rank 0 raises its error, and the others ScheduleError with the same line: none waits for ever.
+    """
+    answer: list[Any] = [None, "", False]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            answer = [*decide(), True]
+        except Exception as error:
+            answer, failure = [None, str(error), False], error
+    dist.broadcast_object_list(answer, src=0)
+    decision, said, is_decided = answer
+    if failure is not None:
+        raise failure
+    if not is_decided:
+        raise ScheduleError(said)
+    return decision, said

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
-import torch.distributed as dist
 
 from evenpipe.order_search.costs import FORMAT, Part, Placement, RunCosts, check_caps, held_bytes
 from evenpipe.order_search.problem import Problem
@@ -39,7 +38,7 @@ from evenpipe.schedule import (
 )
 from evenpipe.schedule.spec import halved
 from evenpipe.simulate.searched import searched
-from evenpipe.tuner.links import Burst, Ends, measure_links
+from evenpipe.tuner.links import Burst, Ends, decided_by_rank_0, measure_links
 from evenpipe.tuner.pace import Pace
 from evenpipe.tuner.part_watch import PartFigures, PartWatch
 from evenpipe.tuner.process_memory import Room
@@ -202,20 +201,12 @@ class SearchLoop:
 
     def _decided(self, costs: RunCosts, size: Size, queues: Queues) -> Schedule:
         """Return the order that rank 0 decides for."""
-        answer: list[Any] = [None, ""]
-        failure: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                schedule, said = self._find(costs, size, queues)
-                answer = [str(schedule), said]
-            except Exception as error:  # the other ranks wait
-                answer, failure = [None, str(error)], error
-        dist.broadcast_object_list(answer, src=0)
-        text, line = answer
-        if failure is not None:
-            raise failure
-        if text is None:
-            raise ScheduleError(line)
+
+        def decide() -> tuple[str, str]:
+            schedule, said = self._find(costs, size, queues)
+            return str(schedule), said
+
+        text, line = decided_by_rank_0(decide)
         self._log(line)
         return Schedule.parse(text)
 

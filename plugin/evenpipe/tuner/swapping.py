@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import torch.distributed as dist
 from torch import nn
 
 from evenpipe.runtime.executor import Executor
@@ -17,6 +16,7 @@ from evenpipe.schedule.swap_room import Saved, SwapRoom
 from evenpipe.simulate import simulate
 from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of, planned
 from evenpipe.tuner.layer_watch import LayerWatch
+from evenpipe.tuner.links import decided_by_rank_0
 from evenpipe.tuner.part_watch import PartWatch
 from evenpipe.tuner.process_memory import Room
 from evenpipe.tuner.searching import UNDER_WAY
@@ -141,27 +141,15 @@ class SwapLoop:
 
     def _decided(self, plain: Programs, size: Size) -> tuple[Way, ...]:
         """Return the way of each stage that rank 0 decides for, and say what it is."""
-        answer: list[Any] = [None, ""]
-        failure: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                answer = [*self._answer(plain, size)]
-            except Exception as error:  # the other ranks wait
-                answer, failure = [None, str(error)], error
-        dist.broadcast_object_list(answer, src=0)
-        ways, line = answer
-        if failure is not None:
-            raise failure
-        if ways is None:
-            raise ScheduleError(line)
+        ways, line = decided_by_rank_0(lambda: self._answer(plain, size))
         self._log(line)
         return tuple(Way(*way) for way in ways)
 
-    def _answer(self, plain: Programs, size: Size) -> tuple[list[tuple[Any, ...]] | None, str]:
-        """Return the stages' ways, and what is said of them; None, and why, where a stage has no way."""
+    def _answer(self, plain: Programs, size: Size) -> tuple[list[tuple[Any, ...]], str]:
+        """Return the stages' ways, and what is said of them. Raises ScheduleError where a stage has no way."""
         plan = planned(plain, size, self._stages)
         if plan is None:
-            return None, self._refusal(plain(size).schedule)
+            raise ScheduleError(self._refusal(plain(size).schedule))
         none = costs_of(self._stages, (_NOTHING,) * size.stages)
         slower = plan.batch_ms / simulate(plain(size), none).makespan_ms
         return [tuple(way) for way in plan.ways], _said(plan.ways, self._stages, slower)
