@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 from evenpipe.descriptions import Model, described
 from evenpipe.planner.run import Run
 from evenpipe.recipes.recipe import Recipe, RecipeError
-from evenpipe.recipes.rendering import Flag, Group, Variable, lines, verbatim
+from evenpipe.recipes.rendering import verbatim
 from evenpipe.settings.config import EvenPipeConfig
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "boundaries_of",
     "configuration_of",
     "described_by",
-    "flag_groups",
     "precision_of",
     "training_files",
 ]
@@ -41,51 +40,6 @@ def _written(configuration: dict[str, Any]) -> str:
     """JSON, with lists of numbers on a line each."""
     text = json.dumps(configuration, indent=2)
     return re.sub(r"\[[\d.,\s]+\]", lambda found: json.dumps(json.loads(found[0])), text) + "\n"
-
-
-def flag_groups(recipe: Recipe) -> list[Group]:
-    """Return the groups of train.py's flags."""
-    run, given = recipe.run, recipe.settings
-    files = lines(
-        [
-            [Flag("mock") if recipe.mock else Flag("data", Variable("DATA"))],
-            [Flag("checkpoints", Variable("CHECKPOINTS")), Flag("save-interval", given.save_interval)],
-            [Flag("deepspeed_config", CONFIGURATION)],
-        ]
-    )
-    training = lines([[Flag("iterations", given.train_iters), Flag("seed", given.seed)]])
-    pipeline = lines([[Flag("stages", run.stages), run.recompute == "full" and Flag("recompute")]])
-    return [
-        Group("MODEL", "The model.", _model(recipe.model)),
-        Group("PIPELINE", f"The pipeline: its batch, schedule and layers are in {CONFIGURATION}.", pipeline),
-        Group("TRAINING", f"Yours: how it is trained; the optimizer is in {CONFIGURATION}.", training),
-        Group("FILES", "What is read and written.", files),
-    ]
-
-
-def _model(model: Model) -> Any:
-    head = model.head_dim != model.hidden // model.heads
-    grouped = model.key_value_heads != model.heads
-    return lines(
-        [
-            [Flag("layers", model.layers), Flag("hidden", model.hidden), Flag("ffn", model.ffn)],
-            [
-                Flag("heads", model.heads),
-                grouped and Flag("key-value-heads", model.key_value_heads),
-                head and Flag("head-dim", model.head_dim),
-            ],
-            [Flag("sequence", model.sequence), Flag("vocabulary", model.vocabulary)],
-            [
-                not model.causal and Flag("masked"),
-                model.gated and Flag("gated"),
-                model.norm == "rms" and Flag("rms-norm"),
-                model.positions == "rotary" and Flag("rotary"),
-                not model.biases and Flag("no-biases"),
-                not model.tied and Flag("untied"),
-                not model.dropout and Flag("dropout", 0),
-            ],
-        ]
-    )
 
 
 def boundaries_of(model: Model, run: Run) -> list[int]:

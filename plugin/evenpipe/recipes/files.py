@@ -9,9 +9,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from evenpipe.recipes.deepspeed import flag_groups as deepspeed_flags
 from evenpipe.recipes.deepspeed import training_files
-from evenpipe.recipes.megatron import flag_groups as megatron_flags
+from evenpipe.recipes.megatron import train_script
 from evenpipe.recipes.readme import readme_of
 from evenpipe.recipes.recipe import Recipe, RecipeError
 from evenpipe.recipes.rendering import render
@@ -21,10 +20,10 @@ __all__ = ["files_of", "write_files"]
 
 def files_of(recipe: Recipe) -> dict[str, str]:
     """Texts by name. Raises EstimateError for a run that cannot be, RecipeError for values that no file can carry."""
-    groups = megatron_flags(recipe) if recipe.framework == "megatron" else deepspeed_flags(recipe)
-    files = {"train.sh": render("train.sh", recipe=recipe, groups=groups)}
-    if recipe.framework == "deepspeed":
-        files |= training_files(recipe)
+    if recipe.framework == "megatron":
+        files = {"train.sh": train_script(recipe)}
+    else:
+        files = {"train.sh": render("train.sh", recipe=recipe), **training_files(recipe)}
     if recipe.launcher == "kubernetes":
         # A master, and a worker for each further node; the ConfigMap has what their pods run.
         files = {"job.yaml": render("job.yaml", recipe=recipe, files=files)}
