@@ -75,7 +75,7 @@ setup(
         "evenpipe": [
             "py.typed",
             "descriptions/data/*/*.yaml",
-            "doctor/*.yaml",
+            "*/*.yaml",
             "recipes/templates/*.j2",
             "report/page/templates/*",
         ]
