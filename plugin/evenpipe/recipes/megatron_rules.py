@@ -24,13 +24,10 @@ def starts(run: Run) -> bool:
             # In a V the last part has both the loss and what is predicted further ahead.
             "vee" not in run.spec.needed(run.chunks) or run.further_part in (None, run.stages * run.chunks - 1),
             run.expert == 1 or run.tensor == 1 or run.sequence_parallel,
-            not run.overlap_experts or _hides_experts(run),
+            # Tokens can travel beside another micro-batch's compute.
+            not run.overlap_experts
+            or (run.expert > 1 and run.recompute != "full" and (run.stages == 1 or run.chunks > 1)),
             # Graphs of whole layers cannot have a part of them carried out again.
             not run.graphs or run.recompute != "full",
         )
     )
-
-
-def _hides_experts(run: Run) -> bool:
-    """Return whether tokens can travel beside another micro-batch's compute."""
-    return run.expert > 1 and run.recompute != "full" and (run.stages == 1 or run.chunks > 1)

@@ -295,7 +295,9 @@ def nodes_of(written: Written, script: Script) -> list[Nodes]:
 
 def _started(written: Written) -> Iterator[Nodes]:
     if text := written.files.get("launch.sbatch"):
-        said = [_whole(_option(text, name)) for name in ("nodes", "gpus-per-node")]
+        options = (rf"^#SBATCH\s.*--{name}[ =](\S+)" for name in ("nodes", "gpus-per-node"))
+        found = [re.search(option, text, re.MULTILINE) for option in options]
+        said = [_whole(one and one[1]) for one in found]
         yield Nodes("launch.sbatch: --nodes, --gpus-per-node", *said)
     if (text := written.files.get("hostfile")) is not None:
         slots = _slots(text)
@@ -354,11 +356,6 @@ def _at(document: Any, *keys: str) -> Any:
     for key in keys:
         document = document.get(key) if isinstance(document, dict) else None
     return document
-
-
-def _option(text: str, name: str) -> str | None:
-    found = re.search(rf"^#SBATCH\s.*--{name}[ =](\S+)", text, re.MULTILINE)
-    return found[1] if found else None
 
 
 def _whole(text: object) -> int | None:

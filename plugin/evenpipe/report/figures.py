@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from evenpipe.report.files import write_atomically
 
@@ -66,7 +66,7 @@ def _title(axes: Axes, title: str, x: str, y: str, size_pt: int = 9) -> None:
     axes.set_ylabel(y, fontsize=size_pt, color=_TEXT)
 
 
-def _legend(axes: Axes, where: str, **options: Any) -> None:
+def _legend(axes: Axes, where: Literal["lower left", "lower right", "upper right"], **options: Any) -> None:
     axes.legend(facecolor="white", edgecolor="none", fontsize=8, loc=where, labelcolor=_TEXT, **options)
 
 

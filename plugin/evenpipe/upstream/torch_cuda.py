@@ -52,7 +52,7 @@ def without_cuda(device: str) -> list[Patch]:
         return _replacing_cuda(original, _device(device))
 
     def stream() -> Callable[[Any], Any]:
-        return _always(lambda device=None: _Stream())
+        return _always(lambda device=None: _Happened())
 
     return [
         _patch("torch.cuda:current_device", "()", _CURRENT, _always(lambda: _device(device))),
@@ -83,11 +83,11 @@ def without_cuda(device: str) -> list[Patch]:
             *("torch.cuda.random:set_rng_state", "(new_state, device='cuda')", _ONE_GENERATOR),
             _always(lambda new_state, device="cuda": _generator().set_state(new_state)),
         ),
-        _patch("torch.cuda.streams:Stream", "(device=None, priority=0, **kwargs)", _IN_ORDER, _a(_Stream)),
+        _patch("torch.cuda.streams:Stream", "(device=None, priority=0, **kwargs)", _IN_ORDER, _a("Stream")),
         _patch("torch.cuda:current_stream", "(device=None)", _IN_ORDER, stream()),
         _patch("torch.cuda:default_stream", "(device=None)", _IN_ORDER, stream()),
         _patch("torch.cuda:stream", "(stream)", _IN_ORDER, _always(lambda stream: contextlib.nullcontext())),
-        _patch("torch.cuda.streams:Event", _EVENT, _IN_ORDER, _a(_Event)),
+        _patch("torch.cuda.streams:Event", _EVENT, _IN_ORDER, _a("Event")),
         _patch("torch:Tensor.record_stream", BUILTIN, _IN_ORDER, _always(lambda self, stream: None)),
         _patch("torch.cuda.nvtx:range_push", "(msg)", _PROFILED, _always(lambda msg: 0)),
         _patch("torch.cuda.nvtx:range_pop", "()", _PROFILED, _always(lambda: 0)),
@@ -107,9 +107,9 @@ def _always(call: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda original: call
 
 
-def _a(kind: type) -> Callable[[Any], Any]:
-    """Return what puts a class like this one in the place of any original."""
-    return lambda original: type(kind.__name__.strip("_"), (kind,), {})
+def _a(name: str) -> Callable[[Any], Any]:
+    """Return what puts a class of that name, of streams or events, in the place of any original."""
+    return lambda original: type(name, (_Happened,), {})
 
 
 def _device(name: str) -> torch.device:
@@ -153,46 +153,24 @@ def _cuda_type_name(original: Callable[..., Any], tensor: torch.Tensor, *args: A
     return f"torch.cuda.{result.removeprefix('torch.').removeprefix('cuda.').removeprefix('meta.')}"
 
 
-class _Stream:
-    """A stream on which everything has already happened."""
+class _Happened:
+    """A stream on which everything has already happened, or an event that has; both are waited for alike."""
 
-    def __init__(self, device: object = None, priority: int = 0, **kwargs: object) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         """Like CUDA's."""
 
     @property
     def device(self) -> torch.device:
         return _device("cpu")
 
-    def wait_stream(self, stream: object) -> None:
+    def wait(self, *of: object, **named: object) -> None:
         """Nothing to wait for."""
 
-    def wait(self, stream: object = None) -> None:
-        """Nothing to wait for."""
+    wait_stream = synchronize = record = wait
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, event: object = None) -> _Stream:
-        """Return what has happened when this stream has: an event is waited for like a stream."""
+    def record_event(self, event: object = None) -> _Happened:
+        """Return what has happened when this stream has."""
         return self
-
-
-class _Event:
-    """An event that has happened."""
-
-    def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
-    ) -> None:
-        """Like CUDA's."""
-
-    def record(self, stream: object = None) -> None:
-        """It has happened already."""
-
-    def wait(self, stream: object = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
     def query(self) -> bool:
         """Return that it has happened."""
