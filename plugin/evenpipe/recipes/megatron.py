@@ -1,7 +1,8 @@
-"""Flags of Megatron-LM's scripts for a run, and the run that such flags describe."""
+"""Flags of Megatron-LM's scripts for a run, the run that such flags describe, and whether Megatron starts it."""
 
 from __future__ import annotations
 
+import re
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,6 @@ from evenpipe.planner.arguments import FlagError, Pipelined, Values, model_of, p
 from evenpipe.planner.features import flags_of
 from evenpipe.planner.run import Run
 from evenpipe.recipes.flag_needs import Given, without_effect
-from evenpipe.recipes.layout_text import unrolled
 from evenpipe.recipes.recipe import Recipe, series
 from evenpipe.recipes.rendering import Flag, Line, lines, render
 from evenpipe.schedule import AUTO
@@ -21,7 +21,10 @@ from evenpipe.settings.config import ConfigError, EvenPipeConfig
 from evenpipe.settings.contradictions import CONTRADICTIONS, contradiction_in
 from evenpipe.settings.spelling import FLAGS, flag
 
-__all__ = ["Described", "described_by", "kinds_of", "layout_of", "run_flags", "settings_of", "train_script"]
+__all__ = [
+    *("Described", "described_by", "kinds_of", "layout_of", "run_flags", "settings_of", "starts", "train_script"),
+    "unrolled",
+]
 
 
 def train_script(recipe: Recipe) -> str:
@@ -147,6 +150,18 @@ def _memory(run: Run) -> tuple[Line, ...]:
     )
 
 
+#: What is written once with its number, groups first, as `PipelineParallelLayerLayout.parse_str_to_list` reads it.
+_REPEATED: Final = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
+
+
+def unrolled(layout: str) -> list[str]:
+    """Return the symbols of each part, repetitions written out, whatever they are: "Et*2|(t|)*2L" is Ett, t, t, L."""
+    text = layout.replace(",", "")
+    for repeated in _REPEATED:
+        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+    return text.split("|")
+
+
 _KINDS: Final = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 _FLAG: Final = "--pipeline-model-parallel-layout"
 
@@ -269,3 +284,29 @@ def _completed(args: Namespace, model: Model, gpus: int) -> list[list[str]] | No
     if not hasattr(args, "global_batch_size"):
         args.global_batch_size = args.data_parallel_size * given("micro_batch_size", 1)
     return None
+
+
+def starts(run: Run) -> bool:
+    """Return whether Megatron starts the run (`validate_args` and `TransformerConfig.__post_init__`, 0.16)."""
+    return all(
+        (
+            run.stages > 1 or run.chunks == 1,
+            run.tensor > 1 or not run.user_buffers,
+            run.sharded_optimizer or (run.moment_bytes >= 4 and not run.overlap_parameters),
+            run.overlap_gradients or not run.overlap_parameters,
+            # An optimizer on the host has moments in fp32, and asks for the precision-aware one, which is sharded.
+            not run.optimizer_offload or (bool(run.sharded_optimizer) and run.moment_bytes >= 4),
+            # EvenPipe's schedules do not start the offloading anew after each batch.
+            not run.offload_modules or (run.blocking != () and run.recompute != "full"),
+            not {"expert_fc1", "moe_act"} & set(run.offload_modules) or "moe" not in run.again,
+            run.context == 1 or run.attention == "flash",
+            # In a V the last part has both the loss and what is predicted further ahead.
+            "vee" not in run.spec.needed(run.chunks) or run.further_part in (None, run.stages * run.chunks - 1),
+            run.expert == 1 or run.tensor == 1 or run.sequence_parallel,
+            # Tokens can travel beside another micro-batch's compute.
+            not run.overlap_experts
+            or (run.expert > 1 and run.recompute != "full" and (run.stages == 1 or run.chunks > 1)),
+            # Graphs of whole layers cannot have a part of them carried out again.
+            not run.graphs or run.recompute != "full",
+        )
+    )
