@@ -75,6 +75,7 @@ setup(
         "evenpipe": [
             "py.typed",
             "descriptions/data/*/*.yaml",
+            "*/*.yaml",
             "recipes/templates/*.j2",
             "report/page/templates/*",
         ]

@@ -30,7 +30,7 @@ from evenpipe.order_search.clock import makespan
 from evenpipe.order_search.costs import Part, RunCosts
 from evenpipe.order_search.problem import Problem
 from evenpipe.order_search.search import Effort, Errors
-from evenpipe.report.memory_front import draw_fronts
+from evenpipe.report.figures import draw_fronts
 from evenpipe.schedule import Size, find
 from evenpipe.simulate.front import Front, front
 from evenpipe.simulate.searched import searched

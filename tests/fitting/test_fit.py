@@ -19,7 +19,7 @@ from evenpipe.fitting.weighing import Weighing
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.question import Engine
 from evenpipe.planner.search.search import EQUAL
-from evenpipe.recipes.megatron_rules import starts
+from evenpipe.recipes.megatron import starts
 from evenpipe.train.engines import ENGINES
 
 ENGINE = Engine("Megatron", ENGINES["evenpipe"].offers)

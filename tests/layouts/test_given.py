@@ -15,7 +15,7 @@ from evenpipe.layouts.given import checked, cuts_of
 from evenpipe.layouts.gpt import LayoutError
 from evenpipe.layouts.layers import Layer, layout_text, parts_of
 from evenpipe.layouts.plan import FlagsRead, read_flags
-from evenpipe.recipes.layout_text import unrolled
+from evenpipe.recipes.megatron import unrolled
 
 DENSE = shlex.split("""--num-layers 14 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
     --group-query-attention --num-query-groups 8 --swiglu --disable-bias-linear --normalization RMSNorm

@@ -14,7 +14,7 @@ import evenpipe
 from evenpipe.fitting import FitError, source_of_line, source_of_settings
 from evenpipe.fitting.moves import SHORT
 from evenpipe.megatron.bridge import layout_builder
-from evenpipe.recipes.megatron_rules import starts
+from evenpipe.recipes.megatron import starts
 from tests.readme import ROOT
 
 FLAGS = shlex.split(

@@ -152,7 +152,7 @@ def _run_front(arguments: Namespace) -> None:
     title = f"{arguments.stages} stages, {arguments.micro_batches} micro-batches"
 
     def draw(path: Path) -> None:
-        from evenpipe.report.memory_front import draw_fronts
+        from evenpipe.report.figures import draw_fronts
 
         draw_fronts(path, {title: found})
 

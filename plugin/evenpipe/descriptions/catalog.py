@@ -239,12 +239,11 @@ def _parsed(text: str, where: str, room: str) -> Entries:
             raise DescriptionError(f"{where}: {name}: is {said!r}: write keys and values under it")
         if not isinstance(said.get("sources") or {}, dict):
             raise DescriptionError(f"{where}: {name}.sources: is {said['sources']!r}: write a source under each key")
-    return {str(name): _merged(defaults, said) for name, said in document[room].items()}
-
-
-def _merged(defaults: Mapping[str, Any], said: Mapping[str, Any]) -> Mapping[str, Any]:
-    sources = {**(defaults.get("sources") or {}), **(said.get("sources") or {})}
-    return {**defaults, **said, "sources": sources}
+    shared = defaults.get("sources") or {}
+    return {
+        str(name): {**defaults, **said, "sources": {**shared, **(said.get("sources") or {})}}
+        for name, said in document[room].items()
+    }
 
 
 def described(kind: type[_Kind], name: str, said: Mapping[str, Any], where: str) -> _Kind:

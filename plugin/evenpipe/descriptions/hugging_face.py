@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+import yaml
 
 from evenpipe.descriptions.catalog import described, read_text
 from evenpipe.descriptions.kinds import DescriptionError, Model
@@ -26,14 +30,6 @@ _SIZES: Final = {
     "key_value_heads": "num_key_value_heads",
     "head_dim": "head_dim",
 }
-_OF_GPT2: Final = {
-    "layers": "n_layer",
-    "hidden": "n_embd",
-    "heads": "n_head",
-    "vocabulary": "vocab_size",
-    "max_positions": "n_positions",
-    "ffn": "n_inner",
-}
 #: Sizes that `Model` can fill in.
 _OPTIONAL: Final = ("num_key_value_heads", "head_dim", "n_inner")
 _OF_LATENT: Final = {
@@ -52,66 +48,34 @@ _DROPOUTS: Final = (
 
 
 class _Family(NamedTuple):
-    """``fixed``: what all of its models have alike; a key of a configuration comes before it."""
+    """An entry of ``data/families/hugging_face.yaml``, which says what its fields are."""
 
-    fixed: Mapping[str, Any]
+    fixed: Mapping[str, Any] = {}
     sizes: Mapping[str, str] = _SIZES
     experts: bool = False
     latent: bool = False
-    left_out: tuple[str, ...] = ()
+    left_out: Sequence[str] = ()
 
 
-_ROTARY: Final = {
-    "gated": True,
-    "norm": "rms",
-    "biases": False,
-    "dropout": False,
-    "positions": "rotary",
-    "tied": False,
-}
-_TIED: Final = {**_ROTARY, "tied": True}
-_NORMED: Final = {**_ROTARY, "qk_norm": True}
-_NORMED_AFTER: Final = "norms after attention and MLP"
+@cache
+def _families() -> Mapping[str, _Family]:
+    """Return all families by their ``model_type``."""
+    file = files("evenpipe.descriptions") / "data" / "families" / "hugging_face.yaml"
+    found: dict[str, _Family] = {}
+    for name, said in yaml.safe_load(file.read_text(encoding="utf-8")).items():
+        like = found[said.pop("like")] if "like" in said else _Family()
+        found[name] = like._replace(**{**said, "fixed": {**like.fixed, **said.get("fixed", {})}})
+    return found
+
+
 _BIASED: Final = "biases of queries, keys and values"
-#: By ``model_type``, as the models of transformers 5 have it (``models/*/modeling_*.py``).
-_FAMILIES: Final[Mapping[str, _Family]] = {
-    "llama": _Family(_ROTARY),
-    "mistral": _Family(_ROTARY),
-    "mixtral": _Family(_ROTARY, experts=True),
-    "ministral3": _Family(_ROTARY),
-    "phi3": _Family(_ROTARY),
-    "granite": _Family(_ROTARY),
-    "granitemoe": _Family(_ROTARY, experts=True),
-    "smollm3": _Family(_TIED),
-    "seed_oss": _Family(_ROTARY),
-    "olmo2": _Family(_NORMED),
-    "olmo3": _Family(_NORMED),
-    "olmoe": _Family(_NORMED, experts=True),
-    "minimax_m2": _Family(_NORMED, experts=True, left_out=("layers that predict further tokens",)),
-    "qwen2": _Family(_ROTARY, left_out=(_BIASED,)),
-    "qwen2_moe": _Family(_ROTARY, experts=True, left_out=(_BIASED,)),
-    "qwen3": _Family(_NORMED),
-    "qwen3_moe": _Family(_NORMED, experts=True),
-    "deepseek_v2": _Family(_ROTARY, experts=True, latent=True),
-    "deepseek_v3": _Family(_ROTARY, experts=True, latent=True),
-    "kimi_k2": _Family(_ROTARY, experts=True, latent=True),
-    "glm4": _Family(_ROTARY, left_out=(_NORMED_AFTER,)),
-    "glm4_moe": _Family(_ROTARY, experts=True),
-    "gpt_oss": _Family({**_ROTARY, "biases": True}, experts=True, left_out=("attention sinks",)),
-    "gemma": _Family(_TIED),
-    "gemma2": _Family(_TIED, left_out=(_NORMED_AFTER, "soft caps of scores and logits")),
-    "gemma3_text": _Family({**_NORMED, "tied": True}, left_out=(_NORMED_AFTER,)),
-    "nemotron": _Family({**_ROTARY, "gated": False, "norm": "layer"}),
-    "gpt2": _Family({}, sizes=_OF_GPT2),
-    "bert": _Family({"causal": False}),
-}
 _TOKENS: Final = 4096  # of a sequence, where nobody says how many
 _LARGEST: Final = 10**7  # of any size
 
 
 def model_types() -> list[str]:
     """Return the ``model_type`` of all configurations that can be read."""
-    return list(_FAMILIES)
+    return list(_families())
 
 
 def configured(path: Path, tokens: int | None = None) -> Model:
@@ -123,10 +87,10 @@ def configured(path: Path, tokens: int | None = None) -> Model:
     file = path / _FILE if path.is_dir() else path
     config = _Config(_parsed(file), str(file))
     beside: tuple[str, ...] = ()
-    if str(config("model_type")) not in _FAMILIES and isinstance(config("text_config"), dict):
+    if str(config("model_type")) not in _families() and isinstance(config("text_config"), dict):
         config, beside = _Config(config("text_config"), f"{file}: text_config"), ("all but the text model",)
     kind = config.needed("model_type")
-    family = _FAMILIES.get(str(kind))
+    family = _families().get(str(kind))
     if family is None:
         known = nearest(str(kind), model_types())
         raise config.wrong("model_type", f"cannot be read, {known}; or describe it in YAML, for --model")

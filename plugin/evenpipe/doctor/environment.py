@@ -2,90 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Final, NamedTuple
+
+import yaml
 
 from evenpipe.doctor.finding import Finding, fine, noted, problem
 
 __all__ = ["environment"]
 
-_NCCL: Final = "NCCL's documentation, environment variables"
-_TORCH: Final = "torch's documentation, ProcessGroupNCCL environment variables"
-_DISTRIBUTED: Final = "torch's documentation, torch.distributed"
 _CUDA: Final = "CUDA's programming guide, environment variables"
 _ALLOCATOR: Final = "torch's documentation, CUDA memory management"
+_WORDS: Final = {"on": ("1", "true", "y", "yes", "on"), "off": ("0", "false", "n", "no", "off")}
 
 
 class _Row(NamedTuple):
-    """A variable that hurts at some values. ``mild``: that is only worth a note; with one node, if ``mild_alone``."""
+    """An entry of ``environment.yaml``, which says what its fields are."""
 
     name: str
-    hurts: Callable[[str], bool]
+    hurts: str | int | list[str]
     why: str
     source: str
     remedy: str = "unset it"
     mild: bool = False
     mild_alone: bool = False
 
+    def is_hurt_by(self, value: str) -> bool:
+        match self.hurts:
+            case int(most):
+                return value.isdecimal() and int(value) > most
+            case "loopback":
+                return value.lstrip("=").split(",") == ["lo"]
+            case "any":
+                return bool(value)
+            case str(word):
+                return value.strip().lower() in _WORDS[word]
+            case values:
+                return value.strip().lower() in values
 
-def _among(*values: str) -> Callable[[str], bool]:
-    return lambda value: value.strip().lower() in values
 
-
-def _loopback(value: str) -> bool:
-    return value.lstrip("=").split(",") == ["lo"]
-
-
-_ON, _OFF, _NEVER = _among("1", "true", "y", "yes", "on"), _among("0", "false", "n", "no", "off"), _among("loc", "0")
-_OVERRIDES: Final = "overrides what NCCL would choose for each size"
-_LOOPBACK: Final = ("the loopback leads to no other node", "name the network between nodes, such as eth0")
-_WAITS: Final = "the host waits for every collective"
-_FOR_EVER: Final = "when a rank dies, the others wait for ever"
-_ROWS: Final = (
-    _Row("NCCL_P2P_DISABLE", _ON, "GPUs of a node talk through the host's memory", _NCCL),
-    _Row("NCCL_P2P_LEVEL", _NEVER, "GPUs never talk directly", _NCCL),
-    _Row("NCCL_SHM_DISABLE", _ON, "GPUs without a direct path talk over the network", _NCCL),
-    _Row("NCCL_IB_DISABLE", _ON, "nodes talk over TCP, InfiniBand stays unused", _NCCL, mild_alone=True),
-    _Row(
-        *("NCCL_NET_GDR_LEVEL", _NEVER, "what goes to another node is copied through the host's memory", _NCCL),
-        mild_alone=True,
-    ),
-    _Row("NCCL_SOCKET_IFNAME", _loopback, _LOOPBACK[0], _NCCL, _LOOPBACK[1], mild_alone=True),
-    _Row("GLOO_SOCKET_IFNAME", _loopback, _LOOPBACK[0], _DISTRIBUTED, _LOOPBACK[1], mild_alone=True),
-    _Row("NCCL_DEBUG", _among("trace"), "every call is logged", _NCCL, "use WARN"),
-    _Row(
-        *("NCCL_DEBUG", _among("info"), "logs what every communicator does: long logs on many ranks", _NCCL),
-        *("use WARN, but to find a fault", True),
-    ),
-    _Row("NCCL_ALGO", bool, _OVERRIDES, _NCCL, mild=True),
-    _Row("NCCL_PROTO", bool, _OVERRIDES, _NCCL, mild=True),
-    _Row(
-        "NCCL_BUFFSIZE",
-        lambda value: value.isdecimal() and int(value) > 4 << 20,
-        "every communicator takes more of the GPU's memory, and links have one each",
-        _NCCL,
-        mild=True,
-    ),
-    _Row("CUDA_LAUNCH_BLOCKING", _ON, "the host waits for every kernel, nothing overlaps", _CUDA),
-    _Row("CUDA_VISIBLE_DEVICES", _among("", "-1"), "hides all GPUs", _CUDA, mild=True),
-    _Row("TORCH_NCCL_BLOCKING_WAIT", _ON, _WAITS, _TORCH),
-    _Row("NCCL_BLOCKING_WAIT", _ON, f"{_WAITS} (old name)", _TORCH),
-    _Row("TORCH_NCCL_ASYNC_ERROR_HANDLING", _OFF, _FOR_EVER, _TORCH),
-    _Row("NCCL_ASYNC_ERROR_HANDLING", _OFF, _FOR_EVER, _TORCH),
-    _Row(
-        *("TORCH_NCCL_ENABLE_MONITORING", _OFF, "nobody notices when NCCL's watchdog itself is stuck", _TORCH),
-        mild=True,
-    ),
-    _Row(
-        *("TORCH_DISTRIBUTED_DEBUG", _among("detail"), "every collective is compared between all ranks first"),
-        *(f"{_DISTRIBUTED}, debugging", "unset it, or use INFO"),
-    ),
-    _Row("TORCH_CPP_LOG_LEVEL", _among("info"), "torch logs a lot", _TORCH, "use WARNING", mild=True),
-    _Row(
-        *("PYTORCH_NO_CUDA_MEMORY_CACHING", bool, "every tensor is a cudaMalloc, which waits for the device"),
-        _ALLOCATOR,
-    ),
-)
+@cache
+def _table() -> list[_Row]:
+    text = Path(__file__).with_name("environment.yaml").read_text(encoding="utf-8")
+    return [_Row(**entry) for entry in yaml.safe_load(text)["variables"]]
 
 
 def environment(
@@ -98,9 +59,9 @@ def environment(
 
 
 def _rows(environ: Mapping[str, str], several_nodes: bool) -> Iterator[Finding]:
-    for row in _ROWS:
+    for row in _table():
         value = environ.get(row.name)
-        if value is not None and row.hurts(value):
+        if value is not None and row.is_hurt_by(value):
             said = f"{row.name}={value}: {row.why} ({row.source})"
             mild = row.mild or (row.mild_alone and not several_nodes)
             yield (noted if mild else problem)("environment", said, row.remedy)

@@ -31,8 +31,7 @@ from evenpipe.planner.search.search import Planned
 from evenpipe.planner.searched_order import searched_gib
 from evenpipe.recipes.edits import edited, flag_changes
 from evenpipe.recipes.line import Line
-from evenpipe.recipes.megatron import settings_of
-from evenpipe.recipes.megatron_rules import starts
+from evenpipe.recipes.megatron import settings_of, starts
 from evenpipe.recipes.provider import field_of
 from evenpipe.recipes.surroundings import in_megatron
 from evenpipe.schedule import SEARCHED

@@ -19,7 +19,7 @@ from evenpipe.layouts.split import Cuts, Problem
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.uncertainty import EQUAL
-from evenpipe.recipes.layout_text import unrolled
+from evenpipe.recipes.megatron import unrolled
 
 __all__ = ["CheckedLayout", "check_layout", "checked", "cuts_of"]
 

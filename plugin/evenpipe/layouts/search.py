@@ -193,11 +193,7 @@ def lower_bound_ms(problem: Problem) -> float:
     fixed[0] += first.total_ms
     fixed[end] += last.total_ms
     homes = {end, before} if mtp and problem.mtp_apart and stages > 2 else {end}
-    return min(_least(_with(fixed, home, mtp), counts) for home in homes)
-
-
-def _with(fixed: list[float], stage: int, milliseconds: float) -> list[float]:
-    return [ms + milliseconds * (number == stage) for number, ms in enumerate(fixed)]
+    return min(_least([ms + mtp * (stage == home) for stage, ms in enumerate(fixed)], counts) for home in homes)
 
 
 def _least(fixed: list[float], counts: Counter[float]) -> float:

@@ -42,7 +42,8 @@ def wrong_starts(written: Written, script: Script) -> Iterator[str]:
         if near := get_close_matches(program, _PROGRAMS[name], 1, _CLOSE) if not _is_known(name, program) else []:
             yield f"{name}: {program}: there is no such program: did you mean {near[0]}?"
     text = written.files.get("launch.sbatch", "")
-    for option, count in re.findall(r"--(ntasks-per-node|ntasks)[ =](\d+)", _read_by_slurm(text)):
+    read = "\n".join(line for line in text.splitlines() if line.startswith("#SBATCH") or not line.startswith("#"))
+    for option, count in re.findall(r"--(ntasks-per-node|ntasks)[ =](\d+)", read):
         nodes = re.search(r"^#SBATCH\s.*--nodes[ =](\d+)", text, re.MULTILINE)
         expected = "1" if option == "ntasks-per-node" else nodes and nodes[1]
         if expected is not None and int(count) != int(expected):
@@ -95,11 +96,6 @@ def _programs(written: Written, script: Script) -> Iterator[tuple[str, str]]:
             yield name, PurePath(started[-1]).name
 
 
-def _read_by_slurm(text: str) -> str:
-    """Return the lines of a job's script without comments."""
-    return "\n".join(line for line in text.splitlines() if line.startswith("#SBATCH") or not line.startswith("#"))
-
-
 def _commands(job: Any) -> Iterator[Any]:
     """Yield what each container of a job starts; ``nodes_of`` has checked the job's form before."""
     if job is None:
@@ -148,7 +144,8 @@ def check(written: Written, engine: Engine, section: ReadSection) -> Checked:
         of, run, unread = _described(written, flags, nodes, section)
         if unread:
             notes.append(f"{' '.join(unread)}: for Megatron-LM's own parser to judge")
-        recipe = Recipe(of, nodes, run, written.about.framework, written.about.launcher, _settings(written))
+        settings = Settings.of([f"release={written.about.release}"])
+        recipe = Recipe(of, nodes, run, written.about.framework, written.about.launcher, settings)
         refuse_before_planning(recipe.kind, of, recipe.framework, recipe.settings)
         refuse(recipe, engine)
         found = Estimator(of, nodes, framework(written.about.framework))(run)
@@ -225,7 +222,3 @@ def _described(
     causal, vocabulary = about.model.causal, about.model.vocabulary
     found = megatron.described_by(flags, about.model.name, causal, nodes.gpus, vocabulary, expandable=True)
     return found.model, found.run, found.unread
-
-
-def _settings(written: Written) -> Settings:
-    return Settings.of([f"release={written.about.release}"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import SUPPRESS, ArgumentParser
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final, NoReturn
@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 from evenpipe.descriptions import Model, described
 from evenpipe.planner.run import Run
 from evenpipe.recipes.recipe import Recipe, RecipeError
-from evenpipe.recipes.rendering import Flag, Group, Variable, lines, verbatim
+from evenpipe.recipes.rendering import verbatim
 from evenpipe.settings.config import EvenPipeConfig
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "boundaries_of",
     "configuration_of",
     "described_by",
-    "flag_groups",
     "precision_of",
     "training_files",
 ]
@@ -41,51 +40,6 @@ def _written(configuration: dict[str, Any]) -> str:
     """JSON, with lists of numbers on a line each."""
     text = json.dumps(configuration, indent=2)
     return re.sub(r"\[[\d.,\s]+\]", lambda found: json.dumps(json.loads(found[0])), text) + "\n"
-
-
-def flag_groups(recipe: Recipe) -> list[Group]:
-    """Return the groups of train.py's flags."""
-    run, given = recipe.run, recipe.settings
-    files = lines(
-        [
-            [Flag("mock") if recipe.mock else Flag("data", Variable("DATA"))],
-            [Flag("checkpoints", Variable("CHECKPOINTS")), Flag("save-interval", given.save_interval)],
-            [Flag("deepspeed_config", CONFIGURATION)],
-        ]
-    )
-    training = lines([[Flag("iterations", given.train_iters), Flag("seed", given.seed)]])
-    pipeline = lines([[Flag("stages", run.stages), run.recompute == "full" and Flag("recompute")]])
-    return [
-        Group("MODEL", "The model.", _model(recipe.model)),
-        Group("PIPELINE", f"The pipeline: its batch, schedule and layers are in {CONFIGURATION}.", pipeline),
-        Group("TRAINING", f"Yours: how it is trained; the optimizer is in {CONFIGURATION}.", training),
-        Group("FILES", "What is read and written.", files),
-    ]
-
-
-def _model(model: Model) -> Any:
-    head = model.head_dim != model.hidden // model.heads
-    grouped = model.key_value_heads != model.heads
-    return lines(
-        [
-            [Flag("layers", model.layers), Flag("hidden", model.hidden), Flag("ffn", model.ffn)],
-            [
-                Flag("heads", model.heads),
-                grouped and Flag("key-value-heads", model.key_value_heads),
-                head and Flag("head-dim", model.head_dim),
-            ],
-            [Flag("sequence", model.sequence), Flag("vocabulary", model.vocabulary)],
-            [
-                not model.causal and Flag("masked"),
-                model.gated and Flag("gated"),
-                model.norm == "rms" and Flag("rms-norm"),
-                model.positions == "rotary" and Flag("rotary"),
-                not model.biases and Flag("no-biases"),
-                not model.tied and Flag("untied"),
-                not model.dropout and Flag("dropout", 0),
-            ],
-        ]
-    )
 
 
 def boundaries_of(model: Model, run: Run) -> list[int]:
@@ -144,23 +98,8 @@ def described_by(
 ) -> tuple[Model, Run]:
     """``settings``: those of the section, checked. Raises RecipeError, DescriptionError for a model that is none."""
     args = _parser().parse_args(list(flags))
-    said = {
-        "layers": args.layers,
-        "hidden": args.hidden,
-        "ffn": args.ffn,
-        "heads": args.heads,
-        "key_value_heads": getattr(args, "key_value_heads", 0),
-        "head_dim": getattr(args, "head_dim", 0),
-        "sequence": args.sequence,
-        "vocabulary": args.vocabulary,
-        "causal": not hasattr(args, "masked"),
-        "gated": hasattr(args, "gated"),
-        "norm": "rms" if hasattr(args, "rms_norm") else "layer",
-        "positions": "rotary" if hasattr(args, "rotary") else "learned",
-        "biases": not hasattr(args, "no_biases"),
-        "tied": not hasattr(args, "untied"),
-        "dropout": bool(getattr(args, "dropout", 0.1)),
-    }
+    said = {field: value for field, value in vars(args).items() if field in Model.model_fields}
+    said["dropout"] = bool(args.dropout)
     of = described(Model, name, said, "train.sh")
     if args.stages < 1 or gpus % args.stages:
         raise RecipeError(f"train.sh: --stages {args.stages}: {gpus} GPUs do not divide into them: change one of them")
@@ -171,7 +110,7 @@ def described_by(
         stages=args.stages,
         data=data,
         micro_batch=micro,
-        recompute="full" if hasattr(args, "recompute") else "none",
+        recompute="full" if args.recompute else "none",
         schedule=settings.spec.name if settings else "1f1b",
         bpipe=bool(settings and settings.bpipe),
         group_size=settings.group_size if settings and settings.group_size != "auto" else 1,
@@ -184,13 +123,18 @@ def described_by(
 
 
 def _parser() -> ArgumentParser:
-    parser = _Parser("train.py", add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    """Return the parser of train.py's flags; those of the model are stored under the names of its fields."""
+    parser = _Parser("train.py", add_help=False, allow_abbrev=False)
     for size in ("layers", "hidden", "ffn", "heads", "sequence", "vocabulary", "stages", "iterations"):
         parser.add_argument(f"--{size}", type=int, required=True)
     for size in ("key-value-heads", "head-dim", "seed", "save-interval"):
-        parser.add_argument(f"--{size}", type=int)
-    parser.add_argument("--dropout", type=float)
-    for switch in ("masked", "gated", "rms-norm", "rotary", "no-biases", "untied", "recompute", "mock"):
+        parser.add_argument(f"--{size}", type=int, default=0)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--rms-norm", dest="norm", action="store_const", const="rms", default="layer")
+    parser.add_argument("--rotary", dest="positions", action="store_const", const="rotary", default="learned")
+    for switch, field in (("masked", "causal"), ("no-biases", "biases"), ("untied", "tied")):
+        parser.add_argument(f"--{switch}", dest=field, action="store_false")
+    for switch in ("gated", "recompute", "mock"):
         parser.add_argument(f"--{switch}", action="store_true")
     for path in ("data", "checkpoints", "deepspeed_config"):
         parser.add_argument(f"--{path}")

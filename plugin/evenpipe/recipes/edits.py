@@ -10,47 +10,10 @@ from evenpipe.descriptions import Model
 from evenpipe.planner.run import Run
 from evenpipe.recipes.line import Line
 from evenpipe.recipes.megatron import run_flags
+from evenpipe.recipes.surroundings import megatron_flags
 
 __all__ = ["edited", "flag_changes"]
 
-#: Flags that say the same thing together: where one of them changes, the others are looked at too.
-_TOGETHER: Final = (
-    ("tensor-model-parallel-size",),
-    ("sequence-parallel",),
-    (
-        "pipeline-model-parallel-size",  # by which some of the others are read
-        *("num-virtual-stages-per-pipeline-rank", "pipeline-model-parallel-layout"),
-        *("num-layers-per-virtual-pipeline-stage", "decoder-first-pipeline-num-layers"),
-        *("decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split"),
-        "account-for-loss-in-pipeline-split",
-    ),
-    ("context-parallel-size",),
-    ("expert-model-parallel-size",),
-    ("expert-tensor-parallel-size",),
-    ("micro-batch-size",),
-    ("use-distributed-optimizer",),
-    ("overlap-grad-reduce",),
-    ("overlap-param-gather",),
-    ("use-tp-pp-dp-mapping",),
-    (
-        *("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-modules"),
-        "recompute-activations",
-    ),
-    ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32"),
-    (
-        *("use-precision-aware-optimizer", "exp-avg-dtype", "exp-avg-sq-dtype"),
-        *("optimizer-cpu-offload", "optimizer-offload-fraction"),
-    ),
-    (
-        *("fine-grained-activation-offloading", "offload-modules", "activation-offload-fraction"),
-        "delta-offload-bytes-across-pp-ranks",
-    ),
-    (
-        *("evenpipe-schedule", "group-size", "bpipe", "evenpipe-group-size", "evenpipe-bpipe"),
-        *("no-bpipe", "no-evenpipe-bpipe", "evenpipe-delay-correction", "evenpipe", "memory-gib", "retune-interval"),
-        *("evenpipe-memory-gib", "evenpipe-retune-interval"),
-    ),
-)
 _ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE: Final = "expandable_segments:True"
 _KEEPS_WEIGHTS: Final = "NVTE_CPU_OFFLOAD_V1"
@@ -65,7 +28,7 @@ def edited(line: Line, model: Model, old: Run, new: Run, environment: Mapping[st
     """
     before, after = _written(model, old), _written(model, new)
     given = [words for words in _given(line.flags) if new == old or _name(words) != _SWAPS]
-    for names in _TOGETHER:
+    for names in megatron_flags()["together"]:
         wanted = {name: after[name] for name in names if name in after}
         if wanted != {name: before[name] for name in names if name in before}:
             given = list(_replaced(given, names, wanted))

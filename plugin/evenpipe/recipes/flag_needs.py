@@ -60,11 +60,6 @@ def _latent(given: Given) -> bool:
     return given.model.latent is not None
 
 
-def _modules(given: Given) -> Collection[str]:
-    """What selective recomputation carries out again."""
-    return given.run.recomputed_modules if given.run.recompute == "selective" else ()
-
-
 def _narrow_moments(given: Given) -> bool:
     return given.run.moment_bytes == 4 or bool(given.value("use_precision_aware_optimizer", False))
 
@@ -84,8 +79,8 @@ def _given(name: str) -> Callable[[Given], bool]:
 
 
 def _without(*modules: str) -> Callable[[Given], bool]:
-    """Return whether none of these is recomputed."""
-    return lambda given: not {*modules} & {*_modules(given)}
+    """Return whether selective recomputation has none of these."""
+    return lambda given: given.run.recompute != "selective" or not {*modules} & {*given.run.recomputed_modules}
 
 
 def _either(*conditions: Callable[[Given], bool]) -> Callable[[Given], bool]:

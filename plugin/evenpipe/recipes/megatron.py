@@ -1,7 +1,8 @@
-"""Flags of Megatron-LM's scripts for a run, and the run that such flags describe."""
+"""Flags of Megatron-LM's scripts for a run, the run that such flags describe, and whether Megatron starts it."""
 
 from __future__ import annotations
 
+import re
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,28 +14,29 @@ from evenpipe.planner.arguments import FlagError, Pipelined, Values, model_of, p
 from evenpipe.planner.features import flags_of
 from evenpipe.planner.run import Run
 from evenpipe.recipes.flag_needs import Given, without_effect
-from evenpipe.recipes.layout_text import unrolled
 from evenpipe.recipes.recipe import Recipe, series
-from evenpipe.recipes.rendering import Flag, Group, Line, Variable, lines
+from evenpipe.recipes.rendering import Flag, Line, lines, render
 from evenpipe.schedule import AUTO
 from evenpipe.settings.config import ConfigError, EvenPipeConfig
 from evenpipe.settings.contradictions import CONTRADICTIONS, contradiction_in
 from evenpipe.settings.spelling import FLAGS, flag
 
-__all__ = ["Described", "described_by", "flag_groups", "kinds_of", "layout_of", "run_flags", "settings_of"]
+__all__ = [
+    *("Described", "described_by", "kinds_of", "layout_of", "run_flags", "settings_of", "starts", "train_script"),
+    "unrolled",
+]
 
 
-def flag_groups(recipe: Recipe) -> list[Group]:
-    """In the order of the file; those that are empty are left out."""
-    every = [
-        Group("MODEL", "The model.", _model(recipe.model, recipe.run)),
-        Group("PARALLEL", "How the model and the batch are divided.", _parallel(recipe.model, recipe.run)),
-        Group("EVENPIPE", "The schedule of the pipeline.", _evenpipe(recipe.run)),
-        Group("MEMORY", "What is saved for the backward, and in which precision.", _memory(recipe.run)),
-        Group("TRAINING", "Yours: how it is trained.", _training(recipe)),
-        Group("FILES", "What is read and written.", _files(recipe)),
-    ]
-    return [group for group in every if group]
+def train_script(recipe: Recipe) -> str:
+    """Return train.sh; its template has the flags of the model, of training and of files."""
+    model, run = recipe.model, recipe.run
+    arrays = (
+        ("PARALLEL", "How the model and the batch are divided.", _parallel(model, run)),
+        ("EVENPIPE", "The schedule of the pipeline.", _evenpipe(run)),
+        ("MEMORY", "What is saved for the backward, and in which precision.", _memory(run)),
+    )
+    release = series(recipe.settings.release)
+    return render("train.sh", recipe=recipe, run_flags=arrays, frequency=_frequency(model), release=release)
 
 
 def run_flags(model: Model, run: Run) -> list[tuple[str, ...]]:
@@ -64,67 +66,15 @@ def layout_of(model: Model, run: Run) -> str | None:
     return text.removesuffix("|")
 
 
-def _model(model: Model, run: Run) -> tuple[Line, ...]:
-    grouped, rotary = model.key_value_heads != model.heads and not model.latent, model.positions == "rotary"
-    head, window = model.head_dim != model.hidden // model.heads and not model.latent, model.window > 0
-    return lines(
-        [
-            [Flag("num-layers", model.layers), Flag("hidden-size", model.hidden), Flag("ffn-hidden-size", model.ffn)],
-            [Flag("num-attention-heads", model.heads), head and Flag("kv-channels", model.head_dim)],
-            [grouped and Flag("group-query-attention"), grouped and Flag("num-query-groups", model.key_value_heads)],
-            [Flag("seq-length", model.sequence), Flag("max-position-embeddings", model.sequence)],
-            [rotary and Flag("position-embedding-type", "rope"), model.qk_norm and Flag("qk-layernorm")],
-            [window and Flag("window-size", f"{model.window},0"), window and Flag("window-attn-skip-freq", 2)],
-            [model.gated and Flag("swiglu"), model.norm == "rms" and Flag("normalization", "RMSNorm")],
-            [not model.biases and Flag("disable-bias-linear")],
-            [not model.tied and Flag("untie-embeddings-and-output-weights")],
-            [not model.dropout and Flag("hidden-dropout", 0), not model.dropout and Flag("attention-dropout", 0)],
-            *_latent(model),
-            *_experts(model, run),
-            [model.mtp_layers > 0 and Flag("mtp-num-layers", model.mtp_layers)],
-        ]
-    )
-
-
-def _latent(model: Model) -> list[Line]:
-    latent = model.latent
-    if latent is None:
-        return []
-    return [
-        [Flag("multi-latent-attention"), *([Flag("q-lora-rank", latent.query_rank)] * (latent.query_rank > 0))],
-        [Flag("kv-lora-rank", latent.key_value_rank), Flag("v-head-dim", latent.value_dim)],
-        [Flag("qk-head-dim", latent.plain_dim), Flag("qk-pos-emb-head-dim", latent.rotary_dim)],
-    ]
-
-
-def _experts(model: Model, run: Run) -> list[Sequence[Flag | bool | None]]:
-    experts = model.experts
-    if experts is None:
-        return []
-    grouped = experts.groups > 1
-    shared = experts.shared_ffn and Flag("moe-shared-expert-intermediate-size", experts.shared_ffn)
-    return [
-        [Flag("num-experts", experts.count), Flag("moe-router-topk", experts.chosen)],
-        [Flag("moe-ffn-hidden-size", experts.ffn), shared or None],
-        [_frequency(model)],
-        [run.dispatcher == "alltoall" and Flag("moe-token-dispatcher-type", "alltoall")],
-        ["moe_act" in run.again and Flag("moe-grouped-gemm")],  # which its recomputation is for
-        [grouped and Flag("moe-router-num-groups", experts.groups)],
-        [grouped and Flag("moe-router-group-topk", experts.chosen_groups)],
-        [Flag("moe-router-load-balancing-type", "aux_loss")],
-        [Flag("moe-aux-loss-coeff", 0.01)],
-    ]
-
-
-def _frequency(model: Model) -> Flag | None:
-    """Return which layers have experts, where it is not all of them."""
+def _frequency(model: Model) -> str | None:
+    """Return `--moe-layer-freq`: which layers have experts, where it is not all of them."""
     each = [model.expert_layers(layer, layer + 1) for layer in range(model.layers)]
     if all(each):
         return None
     dense = each.index(1) if 1 in each else model.layers
     if all(each[dense:]):
-        return Flag("moe-layer-freq", f"([0]*{dense}+[1]*{model.layers - dense})")
-    return Flag("moe-layer-freq", str(each).replace(" ", ""))
+        return f"([0]*{dense}+[1]*{model.layers - dense})"
+    return str(each).replace(" ", "")
 
 
 def _parallel(model: Model, run: Run) -> tuple[Line, ...]:
@@ -200,46 +150,16 @@ def _memory(run: Run) -> tuple[Line, ...]:
     )
 
 
-def _training(recipe: Recipe) -> tuple[Line, ...]:
-    given = recipe.settings
-    return lines(
-        [
-            [Flag("train-iters", given.train_iters), Flag("seed", given.seed)],
-            [Flag("lr", given.lr), Flag("min-lr", given.lr / 10), Flag("lr-decay-style", "cosine")],
-            # A resume compares these: flags hold, also where the number of iterations has been changed.
-            [Flag("lr-decay-iters", given.train_iters), Flag("override-opt_param-scheduler")],
-            [given.warmup_iters > 0 and Flag("lr-warmup-iters", given.warmup_iters)],
-            [Flag("weight-decay", given.weight_decay), Flag("clip-grad", given.clip_grad)],
-            [Flag("adam-beta1", 0.9), Flag("adam-beta2", 0.95), Flag("init-method-std", 0.02)],
-            [Flag("log-interval", given.log_interval), Flag("log-throughput")],
-            [Flag("eval-interval", given.eval_interval), Flag("eval-iters", given.eval_iters)],
-        ]
-    )
+#: What is written once with its number, groups first, as `PipelineParallelLayerLayout.parse_str_to_list` reads it.
+_REPEATED: Final = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
 
 
-def _files(recipe: Recipe) -> tuple[Line, ...]:
-    checkpoints = Variable("CHECKPOINTS")
-    return lines(
-        [
-            *_data(recipe),
-            [Flag("save", checkpoints), Flag("load", checkpoints)],
-            [Flag("save-interval", recipe.settings.save_interval)],
-        ]
-    )
-
-
-def _data(recipe: Recipe) -> list[Sequence[Flag | bool | None]]:
-    read: Sequence[Flag] = [Flag("data-path", Variable("DATA")), Flag("split", "99,1,0")]
-    if recipe.kind == "bert":
-        # From 0.15 to 0.17 vocabularies are read with the transformers package, unless told to do it as before.
-        legacy = series(recipe.settings.release) >= (0, 15) and Flag("legacy-tokenizer")
-        vocabulary = Flag("vocab-file", Variable("TOKENIZER"))
-        return [read, [Flag("tokenizer-type", "BertWordPieceLowerCase"), vocabulary, legacy]]
-    if recipe.mock:
-        # NullTokenizer has one token more than it is told, its end of document.
-        tokens = Flag("vocab-size", recipe.model.vocabulary - 1)
-        return [[Flag("mock-data"), Flag("tokenizer-type", "NullTokenizer"), tokens]]
-    return [read, [Flag("tokenizer-type", "HuggingFaceTokenizer"), Flag("tokenizer-model", Variable("TOKENIZER"))]]
+def unrolled(layout: str) -> list[str]:
+    """Return the symbols of each part, repetitions written out, whatever they are: "Et*2|(t|)*2L" is Ett, t, t, L."""
+    text = layout.replace(",", "")
+    for repeated in _REPEATED:
+        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+    return text.split("|")
 
 
 _KINDS: Final = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
@@ -364,3 +284,29 @@ def _completed(args: Namespace, model: Model, gpus: int) -> list[list[str]] | No
     if not hasattr(args, "global_batch_size"):
         args.global_batch_size = args.data_parallel_size * given("micro_batch_size", 1)
     return None
+
+
+def starts(run: Run) -> bool:
+    """Return whether Megatron starts the run (`validate_args` and `TransformerConfig.__post_init__`, 0.16)."""
+    return all(
+        (
+            run.stages > 1 or run.chunks == 1,
+            run.tensor > 1 or not run.user_buffers,
+            run.sharded_optimizer or (run.moment_bytes >= 4 and not run.overlap_parameters),
+            run.overlap_gradients or not run.overlap_parameters,
+            # An optimizer on the host has moments in fp32, and asks for the precision-aware one, which is sharded.
+            not run.optimizer_offload or (bool(run.sharded_optimizer) and run.moment_bytes >= 4),
+            # EvenPipe's schedules do not start the offloading anew after each batch.
+            not run.offload_modules or (run.blocking != () and run.recompute != "full"),
+            not {"expert_fc1", "moe_act"} & set(run.offload_modules) or "moe" not in run.again,
+            run.context == 1 or run.attention == "flash",
+            # In a V the last part has both the loss and what is predicted further ahead.
+            "vee" not in run.spec.needed(run.chunks) or run.further_part in (None, run.stages * run.chunks - 1),
+            run.expert == 1 or run.tensor == 1 or run.sequence_parallel,
+            # Tokens can travel beside another micro-batch's compute.
+            not run.overlap_experts
+            or (run.expert > 1 and run.recompute != "full" and (run.stages == 1 or run.chunks > 1)),
+            # Graphs of whole layers cannot have a part of them carried out again.
+            not run.graphs or run.recompute != "full",
+        )
+    )

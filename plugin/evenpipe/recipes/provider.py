@@ -7,70 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from evenpipe.planner.arguments import FlagError, known_flags
+from evenpipe.recipes.surroundings import megatron_flags
 
 __all__ = ["Settings", "field_of", "flags_of", "settings_of"]
 
-#: Sections that say how a run is divided and what it keeps; of one name, the last that says something counts.
-_SECTIONS: Final = (
-    *("tokenizer", "model", "train", "optimizer", "dist", "dataset", "peft", "mixed_precision", "comm_overlap", "ddp"),
-)
-#: Fields whose names are not Megatron-LM's.
-_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "num_moe_experts": "num-experts",
-        "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
-        "num_layers_in_first_pipeline_stage": "decoder-first-pipeline-num-layers",
-        "num_layers_in_last_pipeline_stage": "decoder-last-pipeline-num-layers",
-        "gated_linear_unit": "swiglu",
-        "fp8": "fp8-format",
-        "fp4": "fp4-format",
-        "fp8_param": "fp8-param-gather",
-        "dim": "lora-rank",
-        "target_modules": "lora-modules",
-    }
-)
-#: Fields that are on where the flag is not given.
-_INVERTED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "share_embeddings_and_output_weights": "untie-embeddings-and-output-weights",
-        "add_bias_linear": "disable-bias-linear",
-        "masked_softmax_fusion": "no-masked-softmax-fusion",
-        "grad_reduce_in_fp32": "grad-reduce-in-bf16",
-    }
-)
-#: Of these sections, only these fields are read: others have the same names for something else.
-_OF_SECTION: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
-    {
-        "tokenizer": frozenset(["vocab_size"]),
-        "dataset": frozenset(["seq_length", "sequence_length"]),
-        "peft": frozenset(["dim", "target_modules"]),
-    }
-)
-#: By the section, the arguments that an answer changes there; all others are the model's.
-_CHANGED: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
-    {
-        "train": frozenset(["micro_batch_size"]),
-        "dist": frozenset(["use_tp_pp_dp_mapping"]),
-        "ddp": frozenset(
-            ["use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32"]
-        ),
-        "optimizer": frozenset(
-            (
-                *("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"),
-                *("optimizer_cpu_offload", "optimizer_offload_fraction"),
-            )
-        ),
-    }
-)
 _TYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
-#: By what the name of a `mixed_precision` recipe has in it, the recipe of 8 bits; 4 bits have one.
-_RECIPES: Final = {"mxfp8": "mxfp8", "delayed": "delayed", "current": "tensorwise", "subchannel": "blockwise"}
-#: Members of Megatron's `AttnBackend`, which a saved configuration has by number.
-_BACKENDS: Final = ("", "flash", "fused", "unfused", "local", "auto")
+
+
+def _bridge() -> Mapping[str, Any]:
+    found: Mapping[str, Any] = megatron_flags()["bridge"]
+    return found
 
 
 class Settings(NamedTuple):
@@ -87,14 +36,13 @@ def settings_of(given: Any) -> Settings:
     if not isinstance(model, Mapping) and not hasattr(model, "__dict__"):
         return Settings(outer, False)
     found: dict[str, Any] = {}
-    for name in _SECTIONS:
+    for name, only in _bridge()["sections"].items():
         section = outer.get(name)
         if name == "mixed_precision" and isinstance(section, str):
             found |= _precision(section)
         elif section is not None:
-            only = _OF_SECTION.get(name)
             fields = _fields(section).items()
-            said = {key: one for key, one in fields if one is not None and (only is None or key in only)}
+            said = {key: one for key, one in fields if one is not None and (only == "all" or key in only)}
             if "sequence_length" in said:  # of a dataset, which Bridge sets the model's to
                 said["seq_length"] = said.pop("sequence_length")
             found |= said
@@ -113,7 +61,7 @@ def _precision(name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"bf16": "bf16" in name, "fp16": "fp16" in name}
     if "nvfp4" in name:
         return found | {"fp4": "e2m1"}
-    recipe = next((one for words, one in _RECIPES.items() if words in name), None)
+    recipe = next((one for words, one in _bridge()["precisions"].items() if words in name), None)
     return found | ({"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {})
 
 
@@ -127,14 +75,15 @@ def _flags(values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     groups = values.get("num_query_groups")
     if groups is not None and groups != values.get("num_attention_heads"):
         yield ("group-query-attention",)
-    for name, flag in _INVERTED.items():
+    inverted = _bridge()["inverted"]
+    for name, flag in inverted.items():
         if values.get(name) is False and (name != "grad_reduce_in_fp32" or values.get("bf16")):
             yield (flag,)
     skipped = _without_effect(values)
     for name, value in values.items():
-        flag = _NAMES.get(name, name.replace("_", "-"))
+        flag = _bridge()["names"].get(name, name.replace("_", "-"))
         kind = kinds.get(flag)
-        if value is None or value is False or kind is None or name in skipped or name in _INVERTED:
+        if value is None or value is False or kind is None or name in skipped or name in inverted:
             continue
         if kind.nargs == 0:
             yield from [(flag,)] * bool(value)
@@ -174,7 +123,7 @@ def _words(name: str, value: Any) -> list[str]:
         return [_layout(value)]
     if name == "attention_backend":
         saved = value.get("_args_", [0])[0] if isinstance(value, Mapping) else getattr(value, "name", value)
-        return [_BACKENDS[saved] if isinstance(saved, int) else str(saved)]
+        return [_bridge()["attention_backends"][saved] if isinstance(saved, int) else str(saved)]
     if name.startswith("exp_avg"):
         said = value.get("_target_", "") if isinstance(value, Mapping) else str(value)
         said = said.removeprefix("torch.")
@@ -206,10 +155,10 @@ def _layout(value: Any) -> str:
 
 def field_of(argument: str, value: Any, sections: bool) -> tuple[str, Any]:
     """Return the field that an argument of Megatron-LM's is, with its section if there are any, and its value there."""
-    inverted = {flag.replace("-", "_"): name for name, flag in _INVERTED.items()}
-    named = {flag.replace("-", "_"): name for name, flag in _NAMES.items()}
+    inverted = {flag.replace("-", "_"): name for name, flag in _bridge()["inverted"].items()}
+    named = {flag.replace("-", "_"): name for name, flag in _bridge()["names"].items()}
     if argument in inverted:
         argument, value = inverted[argument], not value
     name = named.get(argument, argument)
-    section = next((one for one, names in _CHANGED.items() if name in names), "model")
+    section = next((one for one, names in _bridge()["changed"].items() if name in names), "model")
     return (f"{section}.{name}" if sections else name), value

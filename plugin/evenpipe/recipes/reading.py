@@ -99,7 +99,18 @@ def _read(path: Path) -> str:
 #: Stands for what only a shell could tell.
 UNKNOWN: Final = "\0"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ASSIGNED: Final = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=")
+_ASSIGNED: Final = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(\(?)")
+#: Pieces of a word, and of a text between double quotes.
+_PIECE: Final = re.compile(
+    r"""(?P<plain>[^ \t\n;&|()'"\\$`]+) | '(?P<single>[^']*)' | \\(?P<escaped>.|\n|$) | "\$\{(?P<array>\w+)\[@\]\}"
+    | (?P<double>") | (?P<expansion>[$`])""",
+    re.VERBOSE,
+)
+_QUOTED: Final = re.compile(
+    r"""(?P<plain>[^"\\$`]+) | \\(?P<escaped>[$`"\\\n]) | (?P<slash>\\) | (?P<expansion>[$`])""", re.VERBOSE
+)
+#: What is between braces, up to another expansion or an end.
+_BRACED: Final = re.compile(r"""(?:[^'"}$]|'[^']*'|"[^"]*"|\$(?!\{))*""")
 
 
 @dataclass
@@ -109,13 +120,6 @@ class Script:
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
-
-
-class _Word(NamedTuple):
-    """A word's texts: one, none of an empty array, several of a longer one; ``end``: where it ends."""
-
-    texts: list[str]
-    end: int
 
 
 def read_script(text: str, name: str) -> Script:
@@ -137,92 +141,64 @@ class _Reader:
         return self.found
 
     def _command(self, at: int) -> int:
-        """Reads one command; what is no assignment and does not start EvenPipe is passed over."""
+        """Read one command; what is no assignment and does not start EvenPipe is passed over."""
         at = self._blank(at, "\n;&|")
         assigned = _ASSIGNED.match(self.text, at)
-        if assigned is not None:
-            return self._assignment(assigned[1], assigned.end())
-        words: list[str] = []
-        while at < len(self.text) and self.text[at] not in "\n;&|()":
-            word = self._word(at)
-            words += word.texts
-            at = self._blank(max(word.end, at + 1))
-        if any(words[n : n + 2] == ["evenpipe", "run"] for n in range(len(words))):
-            self.found.command = words
-        return at + (at < len(self.text) and self.text[at] in "()")
-
-    def _assignment(self, name: str, at: int) -> int:
-        if self.text[at : at + 1] != "(":
-            word = self._word(at)
-            self.found.variables[name] = "".join(word.texts)
-            return word.end
-        at, words = self._blank(at + 1, "\n"), []
-        start = at
-        while self.text[at : at + 1] != ")":
+        if assigned is not None and not assigned[2]:
+            texts, at = self._word(assigned.end())
+            self.found.variables[assigned[1]] = "".join(texts)
+        elif assigned is not None:
+            start = self._blank(assigned.end(), "\n")
+            self.found.arrays[assigned[1]], at = self._words(start, ")", "\n")
             if at >= len(self.text):
-                raise self._error(start, f"{name}=( is not closed")
-            word = self._word(at)
-            words += word.texts
-            at = self._blank(max(word.end, at + 1), "\n")
-        self.found.arrays[name] = words
-        return at + 1
-
-    def _blank(self, at: int, also: str = "") -> int:
-        """Past spaces, comments and continued lines."""
-        while at < len(self.text):
-            if self.text[at] in " \t" + also:
-                at += 1
-            elif self.text.startswith("\\\n", at):
-                at += 2
-            elif self.text[at] == "#":
-                end = self.text.find("\n", at)
-                at = end if end >= 0 else len(self.text)
-            else:
-                break
+                raise self._error(start, f"{assigned[1]}=( is not closed")
+            at += 1
+        else:
+            words, at = self._words(at, "\n;&|()")
+            if any(words[n : n + 2] == ["evenpipe", "run"] for n in range(len(words))):
+                self.found.command = words
+            at += self.text[at : at + 1] in ("(", ")")
         return at
 
-    def _word(self, at: int) -> _Word:
-        pieces, several = [""], None
-        while at < len(self.text) and self.text[at] not in " \t\n;&|()":
-            character = self.text[at]
-            if character == "'":
-                end = self._close(at, "'")
-                pieces.append(self.text[at + 1 : end])
-                at = end + 1
-            elif character == '"':
-                inside, several, at = self._quoted(at)
-                pieces += inside
-            elif character == "\\":
-                pieces.append(self.text[at + 1 : at + 2].replace("\n", ""))
-                at += 2
-            elif character in "$`":
-                value, at = self._expansion(at)
-                pieces.append(value)
-            else:
-                pieces.append(character)
-                at += 1
-        return _Word([UNKNOWN if UNKNOWN in (text := "".join(pieces)) else text] if several is None else several, at)
+    def _blank(self, at: int, also: str = "") -> int:
+        """Return what is behind spaces, comments and continued lines."""
+        return re.compile(rf"(?:[ \t{also}]|\\\n|\#[^\n]*)*").match(self.text, at).end()  # type: ignore[union-attr]
 
-    def _quoted(self, at: int) -> tuple[list[str], list[str] | None, int]:
-        """Between double quotes: the text, or the words of `"${NAME[@]}"`."""
-        start, pieces = at, []
-        array = re.compile(r'"\$\{(\w+)\[@\]\}"').match(self.text, at)
-        if array is not None:
-            return [], self.found.arrays.get(array[1], [UNKNOWN]), array.end()
-        at += 1
-        while self.text[at : at + 1] != '"':
-            if at >= len(self.text):
-                raise self._error(start, '" is not closed')
-            if self.text[at] == "\\" and self.text[at + 1 : at + 2] in tuple('$`"\\\n'):
-                pieces.append(self.text[at + 1].replace("\n", ""))
-                at += 2
-            elif self.text[at] in "$`":
-                value, at = self._expansion(at)
-                pieces.append(value)
-            else:
-                pieces.append(self.text[at])
-                at += 1
-        return pieces, None, at + 1
+    def _words(self, at: int, ends: str, between: str = "") -> tuple[list[str], int]:
+        words: list[str] = []
+        while at < len(self.text) and self.text[at] not in ends:
+            texts, end = self._word(at)
+            words += texts
+            at = self._blank(max(end, at + 1), between)
+        return words, at
+
+    def _word(self, at: int) -> tuple[list[str], int]:
+        """Return a word's texts, and its end: one text, none of an empty array, several of a longer one."""
+        pieces, several, at = self._pieces(_PIECE, at)
+        if self.text[at : at + 1] == "'":
+            raise self._error(at, "' is not closed")
+        text = "".join(pieces)
+        return several if several is not None else [UNKNOWN if UNKNOWN in text else text], at
+
+    def _pieces(self, pattern: re.Pattern[str], at: int) -> tuple[list[str], list[str] | None, int]:
+        """Return the texts of pieces in a row, the words of an array `"${NAME[@]}"` among them, and their end."""
+        pieces, several = list[str](), None
+        while (found := pattern.match(self.text, at)) is not None:
+            kind, at, start = str(found.lastgroup), found.end(), found.start()
+            text = found[kind]
+            if kind == "array":
+                text, several = "", self.found.arrays.get(found[kind], [UNKNOWN])
+            elif kind == "expansion":
+                text, at = self._expansion(start)
+            elif kind == "double":
+                inside, several, at = self._pieces(_QUOTED, at)
+                if self.text[at : at + 1] != '"':
+                    raise self._error(start, '" is not closed')
+                text, at = "".join(inside), at + 1
+            elif kind == "escaped":
+                text = text.replace("\n", "")
+            pieces.append(text)
+        return pieces, several, at
 
     def _expansion(self, at: int) -> tuple[str, int]:
         """Return the value of what begins with a dollar or a backquote, and where it ends."""
@@ -239,7 +215,7 @@ class _Reader:
             if name and self.text.startswith(":-", name.end()):
                 inside = _Reader(self.text[name.end() + 2 : end], self.name)
                 inside.found = self.found
-                return self.found.variables.get(name[0]) or "".join(inside._word(0).texts), end + 1
+                return self.found.variables.get(name[0]) or "".join(inside._word(0)[0]), end + 1
             return UNKNOWN, end + 1
         if following == "(":
             depth, end = 0, at + 1
@@ -251,21 +227,14 @@ class _Reader:
             raise self._error(at, "$( is not closed")
         return "$", at + 1
 
-    def _brace(self, at: int) -> int:
-        """Return where `${` ends."""
-        start, quote = at, ""
-        while at < len(self.text):
-            character = self.text[at]
-            if quote:
-                quote = "" if character == quote else quote
-            elif character in "'\"":
-                quote = character
-            elif character == "}":
-                return at
-            elif self.text.startswith("${", at):
-                at = self._brace(at + 2)
-            at += 1
-        raise self._error(start, "${ is not closed")
+    def _brace(self, at: int, start: int | None = None) -> int:
+        """Return where a `${` ends whose text begins at ``start``; at ``at``, no other is open in it."""
+        start, end = at if start is None else start, _BRACED.match(self.text, at).end()  # type: ignore[union-attr]
+        if self.text.startswith("${", end):
+            return self._brace(self._brace(end + 2) + 1, start)
+        if self.text[end : end + 1] != "}":
+            raise self._error(start, "${ is not closed")
+        return end
 
     def _close(self, at: int, quote: str) -> int:
         end = self.text.find(quote, at + 1)
@@ -295,7 +264,9 @@ def nodes_of(written: Written, script: Script) -> list[Nodes]:
 
 def _started(written: Written) -> Iterator[Nodes]:
     if text := written.files.get("launch.sbatch"):
-        said = [_whole(_option(text, name)) for name in ("nodes", "gpus-per-node")]
+        options = (rf"^#SBATCH\s.*--{name}[ =](\S+)" for name in ("nodes", "gpus-per-node"))
+        found = [re.search(option, text, re.MULTILINE) for option in options]
+        said = [_whole(one and one[1]) for one in found]
         yield Nodes("launch.sbatch: --nodes, --gpus-per-node", *said)
     if (text := written.files.get("hostfile")) is not None:
         slots = _slots(text)
@@ -354,11 +325,6 @@ def _at(document: Any, *keys: str) -> Any:
     for key in keys:
         document = document.get(key) if isinstance(document, dict) else None
     return document
-
-
-def _option(text: str, name: str) -> str | None:
-    found = re.search(rf"^#SBATCH\s.*--{name}[ =](\S+)", text, re.MULTILINE)
-    return found[1] if found else None
 
 
 def _whole(text: object) -> int | None:

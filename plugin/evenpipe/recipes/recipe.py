@@ -53,17 +53,9 @@ _RELEASE: Final = re.compile(r"0\.[1-9][0-9]*", re.ASCII)
 def _text(value: str) -> str:
     if not value:
         raise ValueError("is empty: give a value, or leave it out")
-    if "\0" in value or not _encodes(value):
+    if "\0" in value or value != value.encode(errors="replace").decode():
         raise ValueError("is no text that a file can hold (NUL, or bytes that are not UTF-8): choose another")
     return value
-
-
-def _encodes(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _hosts(value: str) -> str:

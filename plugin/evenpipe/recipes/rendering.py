@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -14,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from evenpipe.recipes.recipe import RecipeError
 
-__all__ = ["Flag", "Group", "Line", "Variable", "lines", "render", "verbatim", "word"]
+__all__ = ["Flag", "Line", "lines", "render", "verbatim", "word"]
 
 
 def word(text: str) -> str:
@@ -22,13 +21,7 @@ def word(text: str) -> str:
     return f"'{text}'" if "," in text and shlex.quote(text) == text else shlex.quote(text)
 
 
-class Variable(NamedTuple):
-    """One that stands at the top of the file: its value may begin with a dash, which `--flag=value` allows."""
-
-    name: str
-
-
-Value: TypeAlias = "int | float | str | tuple[str, ...] | Variable | None"
+Value: TypeAlias = "int | float | str | tuple[str, ...] | None"
 
 
 class Flag(NamedTuple):
@@ -44,29 +37,11 @@ class Flag(NamedTuple):
         return (self.name, *(f"{one:g}" if isinstance(one, float) else str(one) for one in values if one is not None))
 
     def __str__(self) -> str:
-        if self.value is None:
-            return f"--{self.name}"
-        if isinstance(self.value, Variable):
-            return f'--{self.name}="${self.value.name}"'
-        values = self.value if isinstance(self.value, tuple) else (self.value,)
-        return " ".join(
-            [f"--{self.name}", *(word(f"{one:g}" if isinstance(one, float) else str(one)) for one in values)]
-        )
+        name, *values = self.words
+        return " ".join([f"--{name}", *map(word, values)])
 
 
 Line: TypeAlias = Sequence[Flag]
-
-
-@dataclass(frozen=True)
-class Group:
-    """An array of the script: its name, what a comment says of it, and its lines."""
-
-    name: str
-    comment: str
-    lines: tuple[Line, ...]
-
-    def __bool__(self) -> bool:
-        return any(self.lines)
 
 
 def lines(flags: Iterable[Iterable[Flag | bool | None]]) -> tuple[Line, ...]:
@@ -91,13 +66,18 @@ def render(template: str, **values: Any) -> str:
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
     filters = {"sh": word, "line": _line, "directive": _directive, "yaml": _yaml, "block": _block, "cell": _cell}
-    environment.filters.update(filters)
+    environment.filters.update({**filters, "flags": _flags, "when": lambda text, holds: text if holds else ""})
     return environment.get_template(f"{template}.j2").render(values)
 
 
 def verbatim(name: str) -> str:
     """Return a file that is the same in every recipe."""
     return (_TEMPLATES / f"{name}.j2").read_text(encoding="utf-8")
+
+
+def _flags(text: str) -> str:
+    """Return the lines of an array of flags, without those that are empty."""
+    return "\n".join(f"    {' '.join(line.split())}" for line in text.splitlines() if line.strip())
 
 
 def _line(text: str) -> str:

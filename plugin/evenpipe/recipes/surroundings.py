@@ -6,10 +6,14 @@ import math
 import os
 import re
 from argparse import SUPPRESS, ArgumentError, ArgumentParser
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
 
-__all__ = ["expandable", "in_megatron", "smallest_cluster"]
+import yaml
+
+__all__ = ["expandable", "in_megatron", "megatron_flags", "smallest_cluster"]
 
 #: Flags of `evenpipe estimate` as Megatron spells them.
 _MEGATRON: Final = {
@@ -27,6 +31,13 @@ _MEGATRON: Final = {
 }
 _FLAG: Final = re.compile("|".join(rf"{re.escape(ours)}(?![\w-])" for ours in _MEGATRON))
 _SIZES: Final = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
+
+
+@cache
+def megatron_flags() -> Mapping[str, Any]:
+    """Return ``megatron_flags.yaml``, which says what is in it."""
+    found: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("megatron_flags.yaml").read_text("utf-8"))
+    return found
 
 
 def expandable(setting: str = "") -> bool:

@@ -35,7 +35,7 @@ _IMAGE: Final = re.compile(
 )
 _EXAMPLE_IMAGE: Final = "nvcr.io/nvidia/pytorch:25.09-py3"
 NO_ADAPTERS: Final = "--lora-rank: pretrain_gpt.py has no adapters: leave it out, or train with Megatron Bridge"
-_NAMED = "abcdefghijklmnopqrstuvwxyz0123456789-"
+_LABEL: Final = re.compile(r"(?=.{1,63}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?", re.ASCII)
 
 
 def refuse_before_planning(kind: str, model: Model, framework: Framework, settings: Settings) -> None:
@@ -103,21 +103,11 @@ def _of_run(model: Model, run: Run, framework: Framework, engine: Engine) -> Ite
         if asked not in offered:
             yield f"{what} {asked}: {name} has {' or '.join(offered)}: plan for --framework {framework}"
     refuse_divided(framework, run.tensor, run.context)
-    if framework == "deepspeed":
-        yield from _of_deepspeed(run)
-    if "stream" in spec.needs:
-        yield from _of_stream(run)
-
-
-def _of_deepspeed(run: Run) -> Iterator[str]:
-    if run.stages < 2:
+    if framework == "deepspeed" and run.stages < 2:
         yield "stages 1: one stage is no pipeline, and DeepSpeed alone trains it: plan with --stages 2 or more"
-    if run.recomputed_layers is not None:
+    if framework == "deepspeed" and run.recomputed_layers is not None:
         yield "recompute: DeepSpeed computes all layers of a stage again, or none: use --framework megatron"
-
-
-def _of_stream(run: Run) -> Iterator[str]:
-    if run.micro_batches < run.stages:
+    if "stream" in spec.needs and run.micro_batches < run.stages:
         yield (
             f"schedule {run.schedule}: {run.micro_batches} micro-batches do not fill {run.stages} stages: plan with a "
             "larger --global-batch-size, or fewer stages"
@@ -145,14 +135,10 @@ def _of_launcher(recipe: Recipe) -> Iterator[str]:
     if not _IMAGE.fullmatch(given.image):
         yield f"--set image={given.image!r}: is no name of an image: give one such as {_EXAMPLE_IMAGE}"
     for key, name in (("name", recipe.name), ("namespace", given.namespace), ("claim", given.claim)):
-        if name is not None and not _is_label(name):
+        if name is not None and not _LABEL.fullmatch(name):
             yield (
                 f"--set {key}={name!r}: {LAUNCHERS['kubernetes']} takes at most 63 lower-case letters, digits and "
                 "dashes, a letter or digit at both ends: choose such a name"
             )
     if not given.mount.startswith("/") or ":" in given.mount or given.mount.rstrip("/") in ("", "/recipe", "/dev/shm"):
         yield f"--set mount={given.mount!r}: name a folder from the root on, without a colon, such as /data"
-
-
-def _is_label(name: str) -> bool:
-    return 0 < len(name) <= 63 and set(name) <= set(_NAMED) and name[0] != "-" and name[-1] != "-"

@@ -6,13 +6,15 @@ import io
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from evenpipe.report.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from evenpipe.simulate.front import Front as MemoryFront
 
 __all__ = [
     "Division",
@@ -21,6 +23,7 @@ __all__ = [
     "Point",
     "draw_divisions",
     "draw_front",
+    "draw_fronts",
     "draw_limit",
     "plain_axes",
     "write_png",
@@ -29,7 +32,7 @@ __all__ = [
 _GIB = 2**30
 _TEXT, _QUIET, _LIMIT, _CHOSEN, _OTHER = "#2b2b2b", "#777777", "#d1495b", "#2f6db5", "#b9cbe0"
 _FORWARD, _BACKWARD, _EXTRA = "#8fb8de", "#3d6ea5", "#e0a458"
-_HELD, _SAVED = "#5b7fa8", "#d6d6d0"
+_HELD, _SAVED, _EVICTING = "#5b7fa8", "#d6d6d0", "#4a9a62"
 _WIDTH = 0.72
 # Beyond these there is no room for numbers above bars, and for names of a front's points and of candidates.
 _NUMBERED_STAGES, _NAMED_POINTS, _NAMED_CANDIDATES = 10, 16, 24
@@ -55,6 +58,21 @@ def plain_axes(axes: Axes, label_pt: int, **grid: Any) -> None:
     axes.grid(linewidth=0.6, **grid)
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
+
+
+def _title(axes: Axes, title: str, x: str, y: str, size_pt: int = 9) -> None:
+    axes.set_title(title, loc="left", fontsize=10, color=_TEXT)
+    axes.set_xlabel(x, fontsize=size_pt, color=_TEXT)
+    axes.set_ylabel(y, fontsize=size_pt, color=_TEXT)
+
+
+def _legend(axes: Axes, where: Literal["lower left", "lower right", "upper right"], **options: Any) -> None:
+    axes.legend(facecolor="white", edgecolor="none", fontsize=8, loc=where, labelcolor=_TEXT, **options)
+
+
+def _note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int], **options: Any) -> None:
+    """Write a text so many points from a place."""
+    axes.annotate(text, at, offset, textcoords="offset points", **{"fontsize": 7, "color": _TEXT, **options})
 
 
 class Division(NamedTuple):
@@ -132,8 +150,7 @@ def _finish(axes: Axes, tops: Sequence[float], inside: bool = False) -> None:
     if len(tops) <= _NUMBERED_STAGES:
         colour, offset = ("white", -9) if inside else (_TEXT, 1)
         for stage, top in enumerate(tops):
-            number = axes.annotate(f"{top:.4g}", (stage, top), (0, offset), textcoords="offset points", ha="center")
-            number.set(fontsize=6, color=colour, zorder=5)
+            _note(axes, f"{top:.4g}", (stage, top), (0, offset), ha="center", fontsize=6, color=colour, zorder=5)
     axes.xaxis.set_major_locator(MaxNLocator(16, integer=True))
     plain_axes(axes, 7, axis="y", color="#e6e6e2")
 
@@ -165,43 +182,27 @@ def draw_front(path: str | os.PathLike[str], shown: Front) -> None:
     named = shown.front[:_NAMED_POINTS]
     figure = _page(9, 4.6 + 0.24 * len(named))
     axes = figure.add_subplot()
-    axes.set_title(shown.title, loc="left", fontsize=10, color=_TEXT)
-    axes.set_xlabel("GiB of the fullest stage", fontsize=9, color=_TEXT)
-    axes.set_ylabel("samples/s", fontsize=9, color=_TEXT)
+    _title(axes, shown.title, "GiB of the fullest stage", "samples/s")
     axes.axvline(shown.limit, color=_LIMIT, linewidth=1.4, label=f"device, {shown.limit:.4g} GiB")
     beside = [point for point in shown.others if (point.gib, point.speed) not in {one[:2] for one in shown.front}]
     if beside:
-        axes.scatter(
-            [one.gib for one in beside], [one.speed for one in beside], s=26, color=_OTHER, label="best of a schedule"
-        )
+        axes.scatter(*_columns(beside), s=26, color=_OTHER, label="best of a schedule")
     edge = shown.limit - 0.3 * (shown.limit - min(one.gib for one in (*shown.front, *beside)))
     for place, name in _named_together(beside, shown).items():
         left = place[0] > edge and not _numbered_beside(place, shown)
         offset, side = ((-6, -2), "right") if left else ((6, -2), "left")
-        axes.annotate(name, place, offset, textcoords="offset points", ha=side, fontsize=7, color=_QUIET, bbox=_PLAIN)
-    axes.step(
-        [shown.limit, *(one.gib for one in shown.front)],
-        [shown.front[0].speed, *(one.speed for one in shown.front)],
-        where="pre",
-        color=_CHOSEN,
-        linewidth=1.2,
-    )
-    axes.scatter(
-        [one.gib for one in shown.front],
-        [one.speed for one in shown.front],
-        s=44,
-        color=_CHOSEN,
-        zorder=3,
-        label="front",
-    )
+        _note(axes, name, place, offset, ha=side, color=_QUIET, bbox=_PLAIN)
+    memory, speed = _columns(shown.front)
+    axes.step([shown.limit, *memory], [speed[0], *speed], where="pre", color=_CHOSEN, linewidth=1.2)
+    axes.scatter(memory, speed, s=44, color=_CHOSEN, zorder=3, label="front")
     for number, point in enumerate(shown.front, 1):
-        axes.annotate(str(number), point[:2], (0, 6), textcoords="offset points", ha="center", fontsize=7, color=_TEXT)
+        _note(axes, str(number), point[:2], (0, 6), ha="center")
     speeds = [point.speed for point in (*shown.front, *beside)]
     # Not down to 0, where nothing is; below the slowest there is room for the legend.
     axes.set_ylim(max(0, min(speeds) - 0.6 * (max(speeds) - min(speeds)) - 0.1 * min(speeds)), 1.05 * max(speeds))
     axes.set_xlim(right=1.06 * shown.limit)
     plain_axes(axes, 8, color="#ececea")
-    axes.legend(facecolor="white", edgecolor="none", framealpha=0.9, fontsize=8, loc="lower left", labelcolor=_TEXT)
+    _legend(axes, "lower left", framealpha=0.9)
     lines = [
         f"{number}  {point.gib:.1f} GiB  {point.speed:.2f}/s  {point.name}" for number, point in enumerate(named, 1)
     ]
@@ -273,7 +274,7 @@ def draw_limit(path: str | os.PathLike[str], limit: Limit) -> None:
     _out_of_memory(axes, limit)
     _whole_batch(axes, limit)
     _points(axes, limit)
-    axes.legend(facecolor="white", edgecolor="none", framealpha=0.9, fontsize=8, loc="upper right", labelcolor=_TEXT)
+    _legend(axes, "upper right", framealpha=0.9)
     write_png(path, figure)
 
 
@@ -281,9 +282,7 @@ def _frame(axes: Axes, limit: Limit) -> None:
     from matplotlib.ticker import MaxNLocator, NullLocator
 
     sizes = sorted({b for _, b in limit.peaks})
-    axes.set_title(limit.title, loc="left", fontsize=10, color=_TEXT)
-    axes.set_xlabel("k: micro-batches in a group", fontsize=9, color=_TEXT)
-    axes.set_ylabel("b: samples in a micro-batch", fontsize=9, color=_TEXT)
+    _title(axes, limit.title, "k: micro-batches in a group", "b: samples in a micro-batch")
     axes.set_xlim(0.4, max(k for k, _ in limit.peaks) + 0.6)
     axes.set_yscale("log", base=2)
     axes.set_ylim(sizes[0] / 1.6, sizes[-1] * 1.6)
@@ -335,10 +334,52 @@ def _points(axes: Axes, limit: Limit) -> None:
     axes.scatter(*_columns(chosen), s=46, color=_CHOSEN, label="candidate", zorder=3)
     if len(chosen) <= _NAMED_CANDIDATES:
         for k, b in chosen:
-            axes.annotate(
-                f"k{k}b{b}", (k, b), (0, -13), textcoords="offset points", ha="center", fontsize=7, color=_TEXT
-            )
+            _note(axes, f"k{k}b{b}", (k, b), (0, -13), ha="center")
 
 
-def _columns(points: Collection[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    return [k for k, _ in points], [b for _, b in points]
+def _columns(points: Collection[Sequence[Any]]) -> tuple[list[float], list[float]]:
+    """Return where the points are to the right, and upwards."""
+    return [point[0] for point in points], [point[1] for point in points]
+
+
+def draw_fronts(path: str | os.PathLike[str], fronts: Mapping[str, MemoryFront]) -> None:
+    """Write a PNG with a panel for each front of memory against time: memory of 1F1B's, share of the fastest.
+
+    Known schedules are points, and what is searched is steps. OSError when ``path`` cannot be written.
+    """
+    columns = min(2, len(fronts))
+    rows = -(-len(fronts) // columns)
+    figure = _page(7 * columns, 4.2 * rows)
+    for at, (title, one) in enumerate(fronts.items(), 1):
+        _front_panel(figure.add_subplot(rows, columns, at), title, one)
+    write_png(path, figure)
+
+
+def _front_panel(axes: Axes, title: str, front: MemoryFront) -> None:
+    known, searched, evicting = (
+        [(one.peak_bytes / front.base_bytes, front.limit_ms / one.batch_ms, one.name) for one in points]
+        for points in (front.known, front.searched, front.evicting)
+    )
+    _title(
+        axes,
+        title,
+        "saved activations of the fullest stage, 1 = 1F1B's",
+        "speed, 1 = the busiest stage never waits",
+        size_pt=8,
+    )
+    right = max([1.3, *_columns(searched)[0]])
+    for points, colour, name in (
+        (searched, _CHOSEN, "searched"),
+        (evicting, _EVICTING, "searched, straight, evicting"),
+    ):
+        memory, speed = _columns(points)
+        if points:
+            axes.step([*memory, right], [*speed, *speed[-1:]], where="post", color=colour, linewidth=1.4, zorder=2)
+            axes.scatter(memory, speed, s=30, color=colour, zorder=3, label=name)
+    names = {(memory, speed): name for memory, speed, name in known if memory <= right}
+    axes.scatter(*_columns(names), s=30, color=_EXTRA, zorder=3, label="known")
+    for place, name in names.items():
+        _note(axes, name, place, (5, -9), color=_QUIET)
+    axes.set_xlim(0.2, right)
+    plain_axes(axes, 8, color="#ececea")
+    _legend(axes, "lower right")

@@ -131,8 +131,9 @@ def shade(kind: Kind, fullness: float) -> tuple[float, float, float]:
 
 
 def _dress(axes: Axes, timeline: Timeline) -> None:
-    stages = len(timeline.stages)
-    axes.set_title(f"{timeline.title}   {_rounded(timeline.duration_ms)} ms", loc="left", fontsize=10, color=_TEXT)
+    stages, ms = len(timeline.stages), timeline.duration_ms
+    took = f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+    axes.set_title(f"{timeline.title}   {took} ms", loc="left", fontsize=10, color=_TEXT)
     step = -(-stages // 32)
     axes.set_yticks([stage + 0.4 for stage in range(0, stages, step)])
     axes.set_yticklabels([f"stage {stage}" for stage in range(0, stages, step)], fontsize=8, color=_TEXT)
@@ -140,11 +141,6 @@ def _dress(axes: Axes, timeline: Timeline) -> None:
     axes.tick_params(axis="x", labelsize=7, colors=_QUIET, length=2)
     axes.spines[:].set_visible(False)
     axes.set_facecolor("#f6f6f4")
-
-
-def _rounded(ms: float) -> str:
-    """To three digits, or to whole milliseconds."""
-    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 _DPI = 150

@@ -193,7 +193,9 @@ class Draws:
     @contextlib.contextmanager
     def __call__(self, ordinal: int) -> Iterator[None]:
         """Restore the default generators, of the CPU and of the current GPU, afterwards."""
-        generators = _generators()
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        current = [torch.cuda.default_generators[torch.cuda.current_device()]] if on_gpu else []
+        generators = [torch.default_generator, *current]
         before = [generator.get_state() for generator in generators]
         name = f"{self.seed}/{self.micro_batch}/{ordinal}".encode()
         number = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
@@ -226,8 +228,3 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._draws(self._ordinal):
             self._ordinal += 1
             return function(*args, **kwargs)
-
-
-def _generators() -> list[torch.Generator]:
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return [torch.default_generator, *([torch.cuda.default_generators[torch.cuda.current_device()]] if on_gpu else [])]

@@ -90,15 +90,11 @@ def verify(expectations: Iterable[Expectation]) -> None:
 def _root(symbol: str) -> Path:
     """Return the folder that the package of `symbol` would be imported from; nothing is imported."""
     package = ".".join(module_of(symbol).split(".")[:2])  # of a namespace, such as megatron, each may have another
-    for folder in _folders(package.partition(".")[0]):
-        if path_of(folder.parent, package) is not None:
-            return folder.parent
+    spec = find_spec(package.partition(".")[0])
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if path_of(Path(folder).parent, package) is not None:
+            return Path(folder).parent
     raise UpstreamError(f"{symbol}: there is no source of {package} here: install a supported release")
-
-
-def _folders(package: str) -> list[Path]:
-    spec = find_spec(package)
-    return [Path(folder) for folder in (spec.submodule_search_locations or () if spec is not None else ())]
 
 
 def match_signature(symbol: str, distribution: Distribution, found: str, expected: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -44,7 +43,9 @@ def wrong_apex() -> str | None:
         spec = importlib.util.find_spec("apex")
     except ValueError:  # a module made by hand, of which nothing more is known
         return None
-    if spec is None or _has_nvidias(spec.submodule_search_locations or ()):
+    if spec is None:
+        return None
+    if any(Path(folder, name).is_dir() for folder in spec.submodule_search_locations or () for name in _SUBPACKAGES):
         return None
     if spec.origin is None:
         [folder, *_] = spec.submodule_search_locations or [""]
@@ -56,7 +57,3 @@ def wrong_apex() -> str | None:
         f"apex: {spec.origin} is an unrelated package, not NVIDIA Apex, and of no use to Megatron, which works "
         "without any: pip uninstall apex (NVIDIA's is built from https://github.com/NVIDIA/apex)"
     )
-
-
-def _has_nvidias(folders: Iterable[str]) -> bool:
-    return any(Path(folder, name).is_dir() for folder in folders for name in _SUBPACKAGES)

@@ -141,8 +141,9 @@ class PatchSet:
         """
         for slot, _, after in self._bindings:
             if slot.value is not after:
+                where = f"{getattr(slot.owner, '__name__', slot.owner)}:{slot.name}"
                 raise UpstreamError(
-                    f"{_named(slot)}: replaced again after {self.name} was applied "
+                    f"{where}: replaced again after {self.name} was applied "
                     f"(by code in {code_module(slot.value)}): revert that patch first"
                 )
         self._restore()
@@ -227,7 +228,3 @@ def _slots_that_hold(value: Any) -> list[Slot]:
         for name, held in list(vars(module).items())
         if held is value
     ]
-
-
-def _named(slot: Slot) -> str:
-    return f"{getattr(slot.owner, '__name__', slot.owner)}:{slot.name}"

@@ -4,7 +4,6 @@ import dis
 import inspect
 import sys
 from importlib import import_module
-from types import CodeType
 from typing import Any, Final, NamedTuple
 
 __all__ = [
@@ -80,15 +79,9 @@ def is_bound(symbol: str) -> bool:
     if owner is None or hasattr(owner, name):
         return owner is not None
     methods = [held for base in getattr(owner, "__mro__", ()) for held in vars(base).values()]
-    return any(name in code.co_names and _sets(code, name) for code in map(_code, methods) if code is not None)
-
-
-def _code(method: Any) -> CodeType | None:
-    return getattr(inspect.unwrap(method), "__code__", None)
-
-
-def _sets(code: CodeType, name: str) -> bool:
-    return any(one.opname == "STORE_ATTR" and one.argval == name for one in dis.get_instructions(code))
+    codes = [code for method in methods if (code := getattr(inspect.unwrap(method), "__code__", None)) is not None]
+    done = (one for code in codes if name in code.co_names for one in dis.get_instructions(code))
+    return any(one.opname == "STORE_ATTR" and one.argval == name for one in done)
 
 
 def signature_of(symbol: Any) -> str:

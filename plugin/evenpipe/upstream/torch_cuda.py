@@ -17,10 +17,20 @@ if TYPE_CHECKING:
 
 __all__ = ["no_gpu", "without_cuda"]
 
+_CURRENT: Final = "buffers are allocated on the current CUDA device; without CUDA that is the CPU"
+_COUNTED: Final = "process groups and seeds are set up only where there is a device; the CPU is one"
+_CHOSEN: Final = "a CUDA device is chosen for each process; the CPU is there for all of them"
+_HOPPER: Final = "how new the device is decides what may be asked for, and the environment for it; the CPU is a Hopper"
+_FIGURES: Final = "CUDA's memory figures are written to logs by name; without CUDA each of them is 0"
+_WAITED: Final = "the device is waited for after communication; CPU work is done when its call returns"
 _MADE_HERE: Final = "device='cuda' is asked for by name; without CUDA the tensor has to be made on the CPU"
+_MOVED: Final = "tensors and modules are moved to the GPU; without CUDA they are where they belong"
+_MOVED_BY_NAME: Final = "tensors are moved to a CUDA device by name; without CUDA they go to the CPU"
+_TYPES: Final = "optimizers tell precisions apart by type names such as torch.cuda.HalfTensor"
 _ONE_GENERATOR: Final = "the CUDA random state is kept and put back; without CUDA every draw is of the CPU's generator"
 _PROFILED: Final = "ranges are named for a profiler of CUDA; without CUDA there is none"
 _IN_ORDER: Final = "CUDA work is ordered with streams; CPU work happens in program order"
+_EVENT: Final = "(enable_timing=False, blocking=False, interprocess=False, external=False)"
 
 
 def no_gpu() -> str | None:
@@ -38,119 +48,68 @@ def without_cuda(device: str) -> list[Patch]:
     The CUDA random state is the CPU's. Streams can be made, entered and waited for; all on them has happened already.
     """
 
-    def in_its_place(original: Callable[..., Any]) -> Callable[..., Any]:
+    def here(original: Callable[..., Any]) -> Callable[..., Any]:
         return _replacing_cuda(original, _device(device))
 
+    def stream() -> Callable[[Any], Any]:
+        return _always(lambda device=None: _Happened())
+
     return [
+        _patch("torch.cuda:current_device", "()", _CURRENT, _always(lambda: _device(device))),
+        _patch("torch.cuda:device_count", "()", _COUNTED, _always(lambda: 1)),
+        _patch("torch.cuda:set_device", "(device)", _CHOSEN, _always(lambda device: None)),
         _patch(
-            "torch.cuda:current_device",
-            lambda original: lambda: _device(device),
-            "buffers are allocated on the current CUDA device; without CUDA that is the CPU",
-            "()",
+            *("torch.cuda:get_device_properties", "(device=None)", _HOPPER),
+            _always(lambda device=None: SimpleNamespace(major=9, minor=0)),
         ),
-        _patch(
-            "torch.cuda:device_count",
-            lambda original: lambda: 1,
-            "process groups and seeds are set up only where there is a device; the CPU is one",
-            "()",
-        ),
-        _patch(
-            "torch.cuda:set_device",
-            lambda original: lambda device: None,
-            "a CUDA device is chosen for each process; the CPU is there for all of them",
-            "(device)",
-        ),
-        _patch(
-            "torch.cuda:get_device_properties",
-            lambda original: lambda device=None: SimpleNamespace(major=9, minor=0),
-            "how new the device is decides what may be asked for, and the environment for it; the CPU is a Hopper",
-            "(device=None)",
-        ),
-        _patch(
-            "torch.cuda.memory:memory_stats",
-            lambda original: lambda device=None: Counter(),
-            "CUDA's memory figures are written to logs by name; without CUDA each of them is 0",
-            "(device=None)",
-            "torch.cuda:memory_stats",
-        ),
-        _patch(
-            "torch.cuda:synchronize",
-            lambda original: lambda device=None: None,
-            "the device is waited for after communication; CPU work is done when its call returns",
-            "(device=None)",
-        ),
+        _patch("torch.cuda.memory:memory_stats", "(device=None)", _FIGURES, _always(lambda device=None: Counter())),
+        _patch("torch.cuda:synchronize", "(device=None)", _WAITED, _always(lambda device=None: None)),
         *(
-            _patch(f"torch:{name}", in_its_place, _MADE_HERE, BUILTIN)
+            _patch(f"torch:{name}", BUILTIN, _MADE_HERE, here)
             for name in ("tensor", "empty", "zeros", "ones", "empty_like")
         ),
+        _patch("torch:Tensor.cuda", BUILTIN, _MOVED, _always(lambda self, *args, **kwargs: self)),
+        _patch("torch:Tensor.to", BUILTIN, _MOVED_BY_NAME, here),
+        _patch("torch:Tensor.type", BUILTIN, _TYPES, around(_cuda_type_name)),
         _patch(
-            "torch:Tensor.cuda",
-            lambda original: lambda self, *args, **kwargs: self,
-            "tensors and modules are moved to the GPU; without CUDA they are where they belong",
-            BUILTIN,
-        ),
-        _patch(
-            "torch:Tensor.to",
-            in_its_place,
-            "tensors are moved to a CUDA device by name; without CUDA they go to the CPU",
-            BUILTIN,
+            *("torch.cuda.random:manual_seed", "(seed)", _ONE_GENERATOR),
+            _always(lambda seed: _generator().manual_seed(int(seed))),
         ),
         _patch(
-            "torch:Tensor.type",
-            around(_cuda_type_name),
-            "optimizers tell precisions apart by type names such as torch.cuda.HalfTensor",
-            BUILTIN,
+            *("torch.cuda.random:get_rng_state", "(device='cuda')", _ONE_GENERATOR),
+            _always(lambda device="cuda": _generator().get_state()),
         ),
         _patch(
-            "torch.cuda.random:manual_seed",
-            lambda original: lambda seed: _generator().manual_seed(int(seed)),
-            _ONE_GENERATOR,
-            "(seed)",
-            "torch.cuda:manual_seed",
+            *("torch.cuda.random:set_rng_state", "(new_state, device='cuda')", _ONE_GENERATOR),
+            _always(lambda new_state, device="cuda": _generator().set_state(new_state)),
         ),
-        _patch(
-            "torch.cuda.random:get_rng_state",
-            lambda original: lambda device="cuda": _generator().get_state(),
-            _ONE_GENERATOR,
-            "(device='cuda')",
-            "torch.cuda:get_rng_state",
-        ),
-        _patch(
-            "torch.cuda.random:set_rng_state",
-            lambda original: lambda new_state, device="cuda": _generator().set_state(new_state),
-            _ONE_GENERATOR,
-            "(new_state, device='cuda')",
-            "torch.cuda:set_rng_state",
-        ),
-        _patch(
-            "torch.cuda.streams:Stream",
-            lambda original: type("Stream", (_Stream,), {}),
-            _IN_ORDER,
-            "(device=None, priority=0, **kwargs)",
-            "torch.cuda:Stream",
-        ),
-        *(
-            _patch(f"torch.cuda:{name}", lambda original: lambda device=None: _Stream(), _IN_ORDER, "(device=None)")
-            for name in ("current_stream", "default_stream")
-        ),
-        _patch("torch.cuda:stream", lambda original: lambda stream: contextlib.nullcontext(), _IN_ORDER, "(stream)"),
-        _patch(
-            "torch.cuda.streams:Event",
-            lambda original: type("Event", (_Event,), {}),
-            _IN_ORDER,
-            "(enable_timing=False, blocking=False, interprocess=False, external=False)",
-            "torch.cuda:Event",
-        ),
-        _patch("torch:Tensor.record_stream", lambda original: lambda self, stream: None, _IN_ORDER, BUILTIN),
-        _patch("torch.cuda.nvtx:range_push", lambda original: lambda msg: 0, _PROFILED, "(msg)"),
-        _patch("torch.cuda.nvtx:range_pop", lambda original: lambda: 0, _PROFILED, "()"),
+        _patch("torch.cuda.streams:Stream", "(device=None, priority=0, **kwargs)", _IN_ORDER, _a("Stream")),
+        _patch("torch.cuda:current_stream", "(device=None)", _IN_ORDER, stream()),
+        _patch("torch.cuda:default_stream", "(device=None)", _IN_ORDER, stream()),
+        _patch("torch.cuda:stream", "(stream)", _IN_ORDER, _always(lambda stream: contextlib.nullcontext())),
+        _patch("torch.cuda.streams:Event", _EVENT, _IN_ORDER, _a("Event")),
+        _patch("torch:Tensor.record_stream", BUILTIN, _IN_ORDER, _always(lambda self, stream: None)),
+        _patch("torch.cuda.nvtx:range_push", "(msg)", _PROFILED, _always(lambda msg: 0)),
+        _patch("torch.cuda.nvtx:range_pop", "()", _PROFILED, _always(lambda: 0)),
     ]
 
 
-def _patch(target: str, replacement: Callable[[Any], Any], reason: str, signature: str, *bindings: str) -> Patch:
-    """Named after its target; of any torch."""
-    name, versions = target.partition(":")[2], {ANY: signature}
-    return Patch(name, (target, *bindings), Distribution("torch"), versions, replacement, reason)
+def _patch(target: str, signature: str, reason: str, replacement: Callable[[Any], Any]) -> Patch:
+    """Return a patch for any torch, named after its target; `torch.cuda` has what its own modules define, too."""
+    module, _, name = target.partition(":")
+    bound = ["torch.cuda"] if module in ("torch.cuda.memory", "torch.cuda.random", "torch.cuda.streams") else []
+    targets = (target, *(f"{again}:{name}" for again in bound))
+    return Patch(name, targets, Distribution("torch"), {ANY: signature}, replacement, reason)
+
+
+def _always(call: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return what puts `call` in the place of any original."""
+    return lambda original: call
+
+
+def _a(name: str) -> Callable[[Any], Any]:
+    """Return what puts a class of that name, of streams or events, in the place of any original."""
+    return lambda original: type(name, (_Happened,), {})
 
 
 def _device(name: str) -> torch.device:
@@ -194,46 +153,24 @@ def _cuda_type_name(original: Callable[..., Any], tensor: torch.Tensor, *args: A
     return f"torch.cuda.{result.removeprefix('torch.').removeprefix('cuda.').removeprefix('meta.')}"
 
 
-class _Stream:
-    """A stream on which everything has already happened."""
+class _Happened:
+    """A stream on which everything has already happened, or an event that has; both are waited for alike."""
 
-    def __init__(self, device: object = None, priority: int = 0, **kwargs: object) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         """Like CUDA's."""
 
     @property
     def device(self) -> torch.device:
         return _device("cpu")
 
-    def wait_stream(self, stream: object) -> None:
+    def wait(self, *of: object, **named: object) -> None:
         """Nothing to wait for."""
 
-    def wait(self, stream: object = None) -> None:
-        """Nothing to wait for."""
+    wait_stream = synchronize = record = wait
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, event: object = None) -> _Stream:
-        """Return what has happened when this stream has: an event is waited for like a stream."""
+    def record_event(self, event: object = None) -> _Happened:
+        """Return what has happened when this stream has."""
         return self
-
-
-class _Event:
-    """An event that has happened."""
-
-    def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
-    ) -> None:
-        """Like CUDA's."""
-
-    def record(self, stream: object = None) -> None:
-        """It has happened already."""
-
-    def wait(self, stream: object = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
     def query(self) -> bool:
         """Return that it has happened."""

@@ -12,49 +12,35 @@ from torch.nn import functional
 __all__ = ["AmoebaNet"]
 
 
-class Pick(NamedTuple):
-    """One operation of a cell, on the state of that number: 0 and 1 are the cell's inputs, 2 to 6 its pairs' sums."""
-
-    state: int
-    operation: str
-
-
 class Genotype(NamedTuple):
-    """A cell: ten operations, of which each pair is summed into a new state, and the states that it returns."""
+    """A cell: ten operations, of which each pair is summed into a new state, and the states that it returns.
 
-    picks: tuple[Pick, ...]
+    Each operation is on the state of that number: 0 and 1 are the cell's inputs, 2 to 6 its pairs' sums.
+    """
+
+    operations: tuple[tuple[int, str], ...]
     returned: tuple[int, ...]
 
 
 # As in Google's reference implementation (tensorflow/tpu, models/official/amoeba_net), which GPipe's parameter counts
 # agree with; the paper's figure returns states 4, 5 and 6 from the normal cell too.
 NORMAL: Final = Genotype(
-    picks=(
-        Pick(1, "conv_1x1"),
-        Pick(1, "max_pool_3x3"),
-        Pick(1, "none"),
-        Pick(0, "conv_1x7_7x1"),
-        Pick(0, "conv_1x1"),
-        Pick(0, "conv_1x7_7x1"),
-        Pick(2, "max_pool_3x3"),
-        Pick(2, "none"),
-        Pick(1, "avg_pool_3x3"),
-        Pick(5, "conv_1x1"),
+    (
+        *((1, "conv_1x1"), (1, "max_pool_3x3")),
+        *((1, "none"), (0, "conv_1x7_7x1")),
+        *((0, "conv_1x1"), (0, "conv_1x7_7x1")),
+        *((2, "max_pool_3x3"), (2, "none")),
+        *((1, "avg_pool_3x3"), (5, "conv_1x1")),
     ),
     returned=(0, 3, 4, 6),
 )
 REDUCTION: Final = Genotype(
-    picks=(
-        Pick(0, "max_pool_2x2"),
-        Pick(0, "max_pool_3x3"),
-        Pick(2, "none"),
-        Pick(1, "conv_3x3"),
-        Pick(2, "conv_1x7_7x1"),
-        Pick(2, "max_pool_3x3"),
-        Pick(3, "none"),
-        Pick(1, "max_pool_2x2"),
-        Pick(2, "avg_pool_3x3"),
-        Pick(3, "conv_1x1"),
+    (
+        *((0, "max_pool_2x2"), (0, "max_pool_3x3")),
+        *((2, "none"), (1, "conv_3x3")),
+        *((2, "conv_1x7_7x1"), (2, "max_pool_3x3")),
+        *((3, "none"), (1, "max_pool_2x2")),
+        *((2, "avg_pool_3x3"), (3, "conv_1x1")),
     ),
     returned=(4, 5, 6),
 )
@@ -116,11 +102,11 @@ class Cell(nn.Module):
             self.before = HalvedImage(before, channels)
         elif before != channels:
             self.before = nn.Sequential(*_step(before, channels))
-        self.states = [pick.state for pick in genotype.picks]
+        self.states = [state for state, _ in genotype.operations]
         self.returned = genotype.returned
         self.out_channels = channels * len(genotype.returned)
         self.operations = nn.ModuleList(
-            _OPERATIONS[pick.operation](channels, 2 if reduction and pick.state < 2 else 1) for pick in genotype.picks
+            _OPERATIONS[name](channels, 2 if reduction and state < 2 else 1) for state, name in genotype.operations
         )
 
     def forward(self, before: Tensor, last: Tensor) -> Tensor:

@@ -24,9 +24,9 @@ __all__ = ["build", "example_of"]
 
 
 def _transformer(name: str, micro_batch_size: int, attention: str, sequence_length: int, small: bool) -> Example:
-    full, smaller = CONFIGURATIONS[name]
+    known = CONFIGURATIONS[name]
     length = min(sequence_length, 32) if small else sequence_length
-    model = for_training(full | (smaller if small else {}), attention, name)
+    model = for_training(known["full"] | (known["small"] if small else {}), attention, name)
     return Example(name, model, inputs_of(model, micro_batch_size, length))
 
 

@@ -74,7 +74,7 @@ def run_view(run: RunDocument, able: Callable[[Spec], str | None]) -> View:
         _measured_stages(run, spans, waits),
         told,
         [*tables, *_retuned(run.retunes)],
-        _pairs(run.settings),
+        [(name, "" if value is None else str(value)) for name, value in run.settings.items()],
         list(run.versions.items()),
         summary(waits),
         list(_unlike(run, typical_ms)),
@@ -234,13 +234,10 @@ def _retuned(retunes: Sequence[dict[str, Any]]) -> Iterator[Table]:
         said = estimates.items() if isinstance(estimates, dict) else ()
         each = ", ".join(f"{name} {ms:,.4g} ms" for name, ms in said if isinstance(ms, int | float))
         iteration = one.get("iteration")
-        rows.append((str(iteration + 1 if isinstance(iteration, int) else iteration), *_chosen(one), each))
+        iteration = iteration + 1 if isinstance(iteration, int) else iteration
+        rows.append((*map(str, (iteration, one.get("k"), one.get("b"))), each))
     columns = ("From iteration", "Group size k", "Micro-batch size b", "Estimates")
     yield Table("Retunes: group and micro-batch sizes that were chosen while training", columns, rows)
-
-
-def _chosen(retune: dict[str, Any]) -> tuple[str, str]:
-    return str(retune.get("k")), str(retune.get("b"))
 
 
 def _places(schedule: Schedule | None, spans: Sequence[Sequence[Span]]) -> Places:
@@ -270,10 +267,6 @@ def _costs(costs: Costs | None) -> Pairs:
         (f"{kind}, ms a message", f"{wire.latency_ms + wire.transmit_ms:,.4g}") for kind, wire in costs.wires.items()
     ]
     return [*((name, ", ".join(f"{ms:,.4g}" for ms in row)) for name, row in times.items()), *wires]
-
-
-def _pairs(settings: dict[str, Any]) -> Pairs:
-    return [(name, "" if value is None else str(value)) for name, value in settings.items()]
 
 
 SAME: Final = "bit-identical"

@@ -108,7 +108,7 @@ def _longest(neighbours: Sequence[Wait], waits: Waits) -> Iterator[str]:
         said = f"Stage {wait.stage} waits {percent(waits.share(wait))} of the batch for {what} ({told})"
         others = len(neighbours) - _LONGEST
         if number == _LONGEST - 1 and others > 0:
-            said += f"; {_count(others, 'other wait is', 'other waits are')} in the table below"
+            said += f"; {others} other {'wait is' if others == 1 else 'waits are'} in the table below"
         yield said + "."
 
 
@@ -131,7 +131,9 @@ def _remedies(neighbours: Sequence[Wait], waits: Waits, case: Case, simulated: S
         effects[best] = effects[best]._replace(filling_ms=filling)
     helpful = sorted((one for one in faster if effects[one.text].total_ms), key=lambda one: -effects[one.text].total_ms)
     for one in helpful[:_MOST] or [min(faster, key=_price)]:
-        yield f"{_speed(one, present)}{_does(effects[one.text])}{_memory(one, present, case)}."
+        speed = f"{_change(one)}: predicted {present.batch_ms / one.batch_ms:.2f}×"
+        speed += " for as many micro-batches" if one.change == "more" else ""
+        yield f"{speed}{_does(effects[one.text])}{_memory(one, present, case)}."
 
 
 def _one_grouping(faster: Sequence[Alternative]) -> list[Alternative]:
@@ -192,11 +194,6 @@ def _filling_part(waits: Waits) -> float:
     return sum(_filling(waits).values()) / waits.batch_ms if waits.batch_ms else 0.0
 
 
-def _speed(one: Alternative, present: Alternative) -> str:
-    said = f"{_change(one)}: predicted {present.batch_ms / one.batch_ms:.2f}×"
-    return said + (" for as many micro-batches" if one.change == "more" else "")
-
-
 def _change(one: Alternative) -> str:
     if one.change == "transfers":
         return "Without BPipe (leave out `--bpipe`)"
@@ -236,10 +233,6 @@ def _link(wait: Wait) -> str:
     return "its partner" if wait.reason == "transfer" else f"{wait.reason} {wait.source}→{wait.stage}"
 
 
-def _count(number: int, one: str, several: str) -> str:
-    return f"{number} {one if number == 1 else several}"
-
-
 def _memory(one: Alternative, present: Alternative, case: Case) -> str:
     """Return what the fullest stage would hold, beside what it holds now."""
     ratio = one.peak / present.peak if present.peak else 1.0
@@ -258,11 +251,7 @@ def _memory(one: Alternative, present: Alternative, case: Case) -> str:
 
 
 def _held(one: Alternative, sized: bool) -> str:
-    return amount(one.peak) if sized else _count_of_micro_batches(one.peak)
-
-
-def _count_of_micro_batches(count: float) -> str:
-    return f"{count:g} micro-batch" + ("" if count == 1 else "es")
+    return amount(one.peak) if sized else f"{one.peak:g} micro-batch{'' if one.peak == 1 else 'es'}"
 
 
 def _too_large(case: Case, simulated: Sequence[Alternative]) -> Iterator[str]:
