@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import ceil, floor
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,7 +208,8 @@ def test_the_small_uncertainty_is_that_of_runs_like_the_published_ones(
         ("llama3-405b", "256x8-h100", {"stages": 16}, BEYOND),  # production runs took 20 to 24 % longer
         ("llama3-70b", "8x8-h100", {"attention": "unfused", "precision": "fp16"}, BEYOND),
         ("llama3-8b", "8x8-h100", {}, BEYOND),
-        ("llama3-8b", "8x8-h100", {"quantized": "mxfp8"}, TUNED),
+        ("llama3-8b", "8x8-h100", {"quantized": "mxfp8"}, "in mxfp8 with a hidden size of 4,096"),
+        ("llama3-70b", "8x8-h100", {"quantized": "mxfp8"}, TUNED),
         ("qwen3-30b-a3b", "8x8-h100", {"stages": 1, "expert": 8}, EXPERTS),
         ("deepseek-v3", "256x8-h100", {"expert": 64}, "with experts on more than 1,024 GPUs"),
         ("llama3-70b", "256x8-h100", {"quantized": "mxfp8"}, "in mxfp8 on more than 1,024 GPUs"),
@@ -230,6 +232,27 @@ def test_nodes_of_tuned_recipes_are_linked_as_fast(nodes: int, node_gbps: float,
     where = cluster(f"{nodes}x8-h100").model_copy(update={"node_gbps": node_gbps})
     run = Run(global_batch=128, tensor=4, stages=2, data=nodes).of(framework("megatron"))
     assert uncertainty_of(model("llama3-70b"), where, framework("megatron"), run) == sure
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "what"),
+    [
+        ("llama3-70b", {"quantized": "delayed"}, "in delayed"),
+        ("qwen3-30b-a3b", {"stages": 1, "expert": 8, "data": 16}, "with experts"),
+    ],
+)
+def test_beyond_the_links_and_sequences_of_recipes_nothing_is_known(
+    name: str, changed: dict[str, Any], what: str
+) -> None:
+    """They are the only source of runs in 8 bits and of those with experts: 50 GB/s a GPU, 4,096 or 8,192 tokens."""
+    run = replace(Run(global_batch=128, tensor=4, stages=8, data=2), **changed).of(framework("megatron"))
+    fast, of = cluster("8x8-h100"), model(name).of_sequence(4096)
+    slow = fast.model_copy(update={"node_gbps": 12.5})
+    found = [uncertainty_of(*one, framework("megatron"), run) for one in ((of, fast), (of, slow))]
+    found.append(uncertainty_of(of.of_sequence(32768), fast, framework("megatron"), run))
+    assert [one.low is None for one in found] == [False, True, True]
+    assert f"{what} over 12.5 GB/s a GPU between nodes" in found[1].meaning
+    assert f"{what} of 32,768 tokens" in found[2].meaning
 
 
 @pytest.mark.parametrize(
