@@ -148,6 +148,7 @@ def _without_source(model: Model, cluster: Cluster, run: Run) -> str:
         f"with {run.optimizer}": run.optimizer != "adam",
         "with an optimizer on the host": run.optimizer_offload > 0,
         "with LoRA": run.lora_rank > 0,
+        "with uneven routing": run.routing_imbalance > 1,
         "with fully sharded replicas": run.sharding is not None,
         "with activations on the host": bool(run.offload_modules),
         f"{what} {(beyond := _beyond_recipes(model, cluster))}": alone and bool(beyond),

@@ -37,9 +37,9 @@ class Point(NamedTuple):
 class Front(NamedTuple):
     """``limit_ms``: the busiest stage of the searched placement computes all the time.
 
-    ``base_bytes``: what 1F1B's fullest stage saves. ``searched``: one for each of MEMORY_SHARES that holds a micro-batch; its
-    ``peak_bytes`` are the cap. ``evicting``: the same with one part a stage, which may evict to its partner; none,
-    where the costs do not say how fast.
+    ``base_bytes``: what 1F1B's fullest stage saves. ``searched``: one for each of MEMORY_SHARES that holds a
+    micro-batch; its ``peak_bytes`` are the cap. ``evicting``: the same with one part a stage, which may evict to its
+    partner; none, where the costs do not say how fast.
     """
 
     limit_ms: float
