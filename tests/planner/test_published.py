@@ -23,6 +23,7 @@ from benchmarks.published.primus import misordered, speeds
 from benchmarks.published.production import longer
 from benchmarks.published.recipes import published
 from benchmarks.published.recipes_fit import classes
+from benchmarks.published.recipes_fit import left_out as without_model
 from benchmarks.published.tables import estimators, rows, run_of, table, taken
 from benchmarks.published.two_bw import QUALITY, SHARE
 from benchmarks.published.vtrain import iterations
@@ -46,7 +47,7 @@ def points(found: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[float, 
 def test_what_fits_into_memory(programs: estimators, shift_gib: int) -> None:
     found, have = verdicts(programs), device("a100-80gb").memory_gib + shift_gib
     assert len(found) == 92
-    assert sum((one.gib <= have) == one.fits for one in found) >= 0.95 * 92
+    assert sum((one.gib <= have) == one.fits for one in found) >= (90 if not shift_gib else 0.95 * 92)
 
 
 def test_mfu(programs: estimators) -> None:
@@ -70,7 +71,7 @@ def test_the_constants_are_those_of_a_fit_to_rows_without_bpipe(programs: estima
 @pytest.mark.parametrize("model", ["gpt3-96b", "gpt3-134b"])
 def test_fitted_on_one_model_it_shows_the_other(programs: estimators, model: str) -> None:
     fit = fitted([row for row in taken() if row.model == model and not row.bpipe], programs)
-    assert points(errors([row for row in taken() if row.model != model], fit, programs))[0] <= 1.0
+    assert points(errors([row for row in taken() if row.model != model], fit, programs))[0] <= 0.6
 
 
 @pytest.mark.parametrize("model", ["gpt3-96b", "gpt3-134b"])
@@ -142,7 +143,7 @@ def test_a_hundred_iterations_that_nothing_was_fitted_to() -> None:
     """vTrain and Calculon are 14.7 % off on them."""
     found = iterations()
     assert len(found) == 109
-    assert np.mean([abs(one.error) for one in found]) <= 0.08
+    assert round(float(np.mean([abs(one.error) for one in found])), 3) <= 0.070
     assert np.median([abs(one.error) for one in found]) <= 0.04
 
 
@@ -341,6 +342,7 @@ def test_iterations_of_2025_and_2026_are_estimated_and_fit() -> None:
     assert means["dense, 16 bits"] <= 0.032
     assert means["dense, 8 and 4 bits"] <= 0.06
     assert means["experts"] <= 0.10
+    assert max(abs(off[n]) for n in classes(timed)["dense, 8 and 4 bits"]) <= 0.13
     assert max(map(abs, off)) <= 0.20
     within = []
     for row, error in zip(timed, off, strict=True):
@@ -350,10 +352,25 @@ def test_iterations_of_2025_and_2026_are_estimated_and_fit() -> None:
     assert sum(within) >= 0.95 * len(within)
 
 
+@pytest.mark.long
+def test_iterations_of_2025_and_2026_are_estimated_by_constants_fitted_without_their_model() -> None:
+    """README's rows. Nine in ten are within the interval that their estimate has, of 15 % at most."""
+    timed = [row for row in published() if row.seconds is not None]
+    off = without_model(timed, [row.model.name for row in timed])
+    limits = {"dense, 8 and 4 bits": (0.06, 0.13), "dense, 16 bits": (0.032, 0.13), "experts": (0.10, 0.20)}
+    for kind, of in classes(timed).items():
+        mean, worst = points(off[of])
+        assert (round(mean, 3) <= limits[kind][0], worst <= limits[kind][1]) == (True, True), kind
+    intervals = [row.estimate().uncertainty for row in timed]
+    assert all(-0.15 <= (one.low or 0.0) <= (one.high or 0.0) <= 0.15 for one in intervals)
+    assert sum(one.has(1 / (1 + by) - 1) for one, by in zip(intervals, off, strict=True)) >= 0.9 * len(timed)
+
+
 def test_what_runs_of_2026_allocate_is_estimated() -> None:
-    for row in published():
-        if row.gib is not None:
-            assert row.allocated_gib() == pytest.approx(row.gib, rel=0.06), str(row)
+    off = [row.allocated_gib() / row.gib - 1 for row in published() if row.gib is not None]
+    assert len(off) == 4
+    assert fmean(map(abs, off)) <= 0.05
+    assert max(map(abs, off)) <= 0.10
 
 
 def test_published_iterations_of_adapters_are_estimated() -> None:
