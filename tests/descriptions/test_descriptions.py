@@ -51,6 +51,8 @@ PUBLISHED = {
     "glm-4.5": 355.0,
     "nemotron-4-340b": 341.0,
     "gpt-oss-120b": 116.8,
+    "llama4-scout": 109.0,
+    "llama4-maverick": 400.0,
 }
 
 

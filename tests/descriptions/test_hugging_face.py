@@ -46,6 +46,15 @@ GLM = {
     "attention_bias": True,
     "use_qk_norm": True,
 }
+#: Of the text model alone; Scout's are the defaults of transformers' configuration.
+LLAMA4 = sized("llama4_text", 48, 5120, 40, 8192, 202048, **EIGHT, head_dim=128) | {
+    "intermediate_size_mlp": 16384,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 8192,
+    "interleave_moe_layer_step": 1,
+    "use_qk_norm": True,
+}
 #: Sizes as in the config.json of each repository on huggingface.co, and 10^9 parameters as its card or report has them.
 PUBLISHED = {
     "meta-llama/Meta-Llama-3-8B": (sized("llama", 32, 4096, 32, 14336, 128256, **EIGHT), 8.03),
@@ -103,6 +112,11 @@ PUBLISHED = {
         sized("glm4_moe", 92, 5120, 96, 12288, 151552, **GLM, **EIGHT, head_dim=128, first_k_dense_replace=3),
         355,
     ),
+    "meta-llama/Llama-4-Scout-17B-16E": (LLAMA4, 109),
+    "meta-llama/Llama-4-Maverick-17B-128E": (
+        {**LLAMA4, "num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+        400,
+    ),
     "nvidia/Nemotron-4-340B-Base": (sized("nemotron", 96, 18432, 96, 73728, 256000, **EIGHT, head_dim=192), 341),
 }
 
@@ -141,6 +155,8 @@ def test_published_models_have_the_parameters_that_they_are_known_for(name: str,
         "Moonlight-16B-A3B": "moonlight-16b-a3b",
         "GLM-4.5": "glm-4.5",
         "Nemotron-4-340B-Base": "nemotron-4-340b",
+        "Llama-4-Scout-17B-16E": "llama4-scout",
+        "Llama-4-Maverick-17B-128E": "llama4-maverick",
     }.items(),
 )
 def test_a_configuration_is_the_model_that_the_package_describes(name: str, described: str, tmp_path: Path) -> None:
@@ -153,7 +169,7 @@ def test_a_configuration_is_the_model_that_the_package_describes(name: str, desc
     same = {"name", "sources", "experts", "left_out"}
     assert found.model_dump(exclude=same) == of.model_dump(exclude=same)
     if of.experts and found.experts:
-        placed = {"layers", "dense_layers"}
+        placed = {"layers", "dense_layers", "step"}
         assert found.experts.model_dump(exclude=placed) == of.experts.model_dump(exclude=placed)
     assert set(of.left_out) == set(found.left_out)
 
@@ -197,6 +213,7 @@ def test_which_layers_have_experts_is_as_transformers_has_it(
     for kind, more in {
         "qwen3_moe": {"decoder_sparse_step": step, "mlp_only_layers": sorted(alone)},
         "deepseek_v3": {"first_k_dense_replace": dense},
+        "llama4_text": {"interleave_moe_layer_step": step},
     }.items():
         config = transformers.AutoConfig.for_model(kind, num_hidden_layers=layers, tie_word_embeddings=tied, **more)
         folder = tmp_path_factory.mktemp(kind)

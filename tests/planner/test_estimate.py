@@ -198,6 +198,31 @@ def test_logged_flops_are_those_behind_megatron_bridge_s_published_rates(name: s
     assert logged_flops(of, run) / (8 * tokens) / 1e9 == pytest.approx(giga, rel=3e-3)
 
 
+def test_logged_flops_are_bridge_s_but_for_windows_which_it_counts() -> None:
+    """GPT-OSS: 18 of 36 layers see 128 of the 2,048 tokens before theirs, on the mean."""
+    of, run = model("gpt-oss-120b").of_sequence(4096), Run(global_batch=1, precision="bf16")
+    windows = 6 * 18 * (4096 - 2 * 128) * of.heads * of.head_dim
+    assert logged_flops(of, run) / 4096 - windows == pytest.approx(32.6e9, rel=3e-3)
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("deepseek-v3", "128x8-h100"), ("llama3-405b", "2048x8-h100")])
+def test_an_estimate_takes_less_than_a_second(name: str, nodes: str) -> None:
+    where = cluster(nodes)
+    sizes = {"tensor": 8, "stages": 8, "expert": 8 if name == "deepseek-v3" else 1}
+    run = Run(global_batch=where.gpus, data=where.gpus // 64, layout=None, **sizes)
+    taken = []
+    while len(taken) < 3 and min(taken, default=1.0) >= 1:
+        started = time.process_time()
+        estimate(model(name), where, replace(run, layout=_uneven(model(name).layers, 8)))
+        taken.append(time.process_time() - started)
+    assert min(taken) < 1
+
+
+def _uneven(layers: int, stages: int) -> tuple[int, ...]:
+    """As many layers as divide, and one more on the first stages."""
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
 def test_rates_of_a_gpu_are_of_the_whole_iteration() -> None:
     shown = estimate(GPT, NODE, RUN)
     each = shown.run.gpus * shown.iteration_ms / 1e3

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenpipe.descriptions import cluster, framework, model
@@ -76,7 +76,8 @@ def test_flags_say_what_they_are_made_of(features: dict[str, Any]) -> None:
     options = ArgumentParser()
     add_features(options)
     for namespace in (read, options.parse_args(words)):
-        assert {"recomputed_modules": ("core_attn",)} | features_of(Values(namespace)) == features
+        usual = {"recomputed_modules": ("core_attn",)}
+        assert usual | features_of(Values(namespace)) == features | {"routing_imbalance": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -257,3 +258,31 @@ def test_adapters_alone_have_gradients_and_an_optimizer() -> None:
     with pytest.raises(EstimateError, match="lora_modules: adapters of experts are not described"):
         experts(lora_rank=8)
     assert experts(lora_rank=8, lora_modules=("linear_qkv",)).stages[0].bytes.optimizer < 10**8
+
+
+@given(st.floats(1, 20), st.sampled_from([1, 2, 8, 16]))
+@settings(max_examples=20, deadline=None)
+def test_the_rank_with_the_most_tokens_sets_time_and_memory(times: float, ranks: int) -> None:
+    """It has no more than all of them, and all of them where experts are not shared out."""
+    even, uneven = (experts(expert=ranks, routing_imbalance=one) for one in (1.0, times))
+    most = experts(expert=ranks, routing_imbalance=float(ranks))
+    for of in (lambda one: one.iteration_ms, lambda one: one.stages[0].bytes.activations):
+        assert of(even) <= of(uneven) <= of(most)
+    assert (uneven.iteration_ms > even.iteration_ms) is (ranks > 1 and times > 1)
+    assert uneven.logged_tflops <= even.logged_tflops
+    assert ("with uneven routing" in uneven.uncertainty.meaning) is (times > 1)
+
+
+def test_attention_in_chunks_takes_the_less_the_longer_the_sequence() -> None:
+    """Llama 4: three layers of four stay within 8,192 tokens. Megatron's log counts them in full."""
+    run, where = Run(8, data=8, expert=8, expert_tensor=1), cluster("1x8-b200")
+    shares = []
+    for tokens in (4096, 8192, 32768):
+        of = model("llama4-scout").of_sequence(tokens)
+        chunked, whole = (
+            Estimator(one, where, framework("megatron"))(run) for one in (of, of.model_copy(update={"chunk": 0}))
+        )
+        assert chunked.logged_tflops * chunked.iteration_ms == pytest.approx(whole.logged_tflops * whole.iteration_ms)
+        shares.append(chunked.iteration_ms / whole.iteration_ms)
+    assert shares[:2] == [1, 1]
+    assert 0.5 < shares[2] < 0.9

@@ -439,6 +439,27 @@ def test_published_recipes_are_searched_and_the_plan_is_no_slower(
     assert search(question).plans[0].estimate.iteration_ms <= estimate.iteration_ms
 
 
+def groups_of(nodes: str) -> dict[int, list[int]]:
+    """By the size of a micro-batch, the groups of kFkB that are weighed of 13B in 32 stages, and fit."""
+    named = framework("megatron")
+    question = Question(model("gpt3-13b"), cluster(nodes), 64, engine_of(named), ("kfkb",), named, tensor=1, context=1)
+    found: dict[int, list[int]] = {}
+    for one in candidates(replace(question, stages=32, bpipe=False)):
+        if one.ms and one.run.recompute == "none":
+            found.setdefault(one.run.micro_batch, []).append(one.run.group_size)
+    return found
+
+
+def test_groups_grow_until_a_message_is_hidden_or_memory_is_full() -> None:
+    """Ada-Grouper's memory-limit curve (§4.2): the larger micro-batches are, the smaller their largest group."""
+    fast, slow = groups_of("4x8-a100-80gb"), groups_of("4x8-a100-80gb-25gbit")
+    assert set(map(tuple, fast.values())) == {(2,)}, "a message over InfiniBand is shorter than a forward"
+    assert all(groups == list(range(2, 2 + len(groups))) for groups in slow.values())
+    most = [groups[-1] for _, groups in sorted(slow.items())]
+    assert most == sorted(most, reverse=True)
+    assert most[0] > 4 > most[-1]
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_shorter_layers_count_as_such_in_a_layout(data: st.DataObject) -> None:

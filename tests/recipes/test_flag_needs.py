@@ -127,6 +127,7 @@ CASES: Final = {
             "moe-token-dispatcher-type": "alltoall",
             "overlap-moe-expert-parallel-comm": "",
             "use-transformer-engine-op-fuser": "",
+            "routing-imbalance": "1.2",
             "moe-ffn-hidden-size": "64",
             "moe-router-topk": "2",
             "moe-layer-freq": "1",

@@ -6,6 +6,7 @@ import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Final, get_args
 
 from evenpipe.cli.estimate import (
@@ -63,8 +64,9 @@ def engine_of(framework: Framework) -> Engine:
 #: Options that fix something of the runs that are searched, as attributes.
 SEARCHED = (
     *("schedule", "tensor_parallel", "context_parallel", "stages", "micro_batch_size", "precision", "attention"),
-    "moe_dispatchers",
+    *("gradients", "moe_dispatchers"),
 )
+_GRADIENTS: Final = ("fp32", "half")
 
 
 def _schedules() -> str:
@@ -89,6 +91,8 @@ def add_search_options(parser: ArgumentParser, title: str, description: str | No
     group.add_argument(
         "--precision", type=_Listed(PRECISIONS), metavar="NAME[,NAME...]", help=f"{' | '.join(PRECISIONS)}; {several}"
     )
+    gradients = "fp32 | half (Megatron's --grad-reduce-in-bf16): sums of gradients to weigh beside each other"
+    group.add_argument("--gradients", type=_Listed(_GRADIENTS), metavar="NAME[,NAME...]", help=gradients)
     dispatchers = f"{' | '.join(get_args(Dispatcher))}: experts' dispatchers to weigh beside each other"
     group.add_argument(
         "--moe-dispatchers", type=_Listed(get_args(Dispatcher)), metavar="NAME[,NAME...]", help=dispatchers
@@ -119,7 +123,7 @@ class _Listed:
 
 
 def _each_asked(arguments: Namespace, of: Model, nodes: Cluster) -> list[Run]:
-    """Return a run for each precision and dispatcher that is named, with what else is asked for."""
+    """Return a run for each precision, type of gradients and dispatcher that is named, with what else is asked for."""
     names: tuple[str, ...] = arguments.precision or ()
     plain = names[0] if len(names) == 1 and names[0] in get_args(Precision) else None
     precision, attention = computed_in(
@@ -129,8 +133,16 @@ def _each_asked(arguments: Namespace, of: Model, nodes: Cluster) -> list[Run]:
     found = [asked] if plain or not names else [in_precision(asked, name, arguments.fp8_recipe) for name in names]
     if arguments.moe_dispatchers and of.experts is None:
         raise UsageError(f"--moe-dispatchers: {of.name} has no experts: leave it out")
+    if arguments.gradients and arguments.framework == "deepspeed":
+        raise UsageError("--gradients: of Megatron only, as recipes set no grad_accum_dtype of DeepSpeed: leave it out")
+    if "half" in (arguments.gradients or ()) and "fp32" in names:
+        raise UsageError("--gradients half: not beside --precision fp32, whose gradients are fp32: leave one out")
+    sums = [name == "fp32" for name in arguments.gradients or ()] or [asked.gradients_in_fp32]
     dispatchers = arguments.moe_dispatchers or (asked.dispatcher,)
-    return [replace(one, dispatcher=dispatcher) for one in found for dispatcher in dispatchers]
+    return [
+        replace(one, gradients_in_fp32=in_fp32, dispatcher=dispatcher)
+        for one, in_fp32, dispatcher in product(found, sums, dispatchers)
+    ]
 
 
 def question_from(arguments: Namespace, of: Model, nodes: Cluster) -> Question:

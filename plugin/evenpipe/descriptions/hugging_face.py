@@ -102,6 +102,7 @@ def configured(path: Path, tokens: int | None = None) -> Model:
         **_switches(config, family.fixed),
         "max_positions": 0 if family.fixed.get("positions") else positions,
         "window": _window(config),
+        "chunk": config.size("attention_chunk_size", optional=True, least=0),
         "mtp_layers": config.size("num_nextn_predict_layers", optional=True, least=0),
         "sequence": min(_TOKENS, positions),
         "sources": {"all": str(file)},
@@ -199,17 +200,21 @@ def _window(config: _Config) -> int:
 
 
 def _experts(config: _Config, layers: int, ffn: int) -> dict[str, Any]:
-    """``mlp_only_layers`` and ``decoder_sparse_step`` are Qwen's, ``first_k_dense_replace`` is DeepSeek's and GLM's."""
-    inner = config.size("moe_intermediate_size", optional=True) or ffn
+    """``mlp_only_layers`` and ``decoder_sparse_step`` are Qwen's, ``first_k_dense_replace`` is DeepSeek's and GLM's.
+
+    Llama 4 has ``interleave_moe_layer_step``, an inner size of experts of its own, and an expert that all tokens take.
+    """
+    llama4 = config("intermediate_size_mlp") is not None
+    inner = config.size("moe_intermediate_size", optional=True) or (config.size("intermediate_size") if llama4 else ffn)
     shared = config.size("shared_expert_intermediate_size", optional=True, least=0)
     dense = config.size("first_k_dense_replace", optional=True, least=0)
-    step = config.size("decoder_sparse_step", optional=True) or 1
+    step = config.size("interleave_moe_layer_step" if llama4 else "decoder_sparse_step", optional=True) or 1
     without = config.items("mlp_only_layers")
     return {
         "count": config.first(_COUNTS),
         "chosen": config.first(_CHOSEN),
         "ffn": inner,
-        "shared_ffn": shared or inner * config.size("n_shared_experts", optional=True, least=0),
+        "shared_ffn": shared or inner * (llama4 or config.size("n_shared_experts", optional=True, least=0)),
         "groups": config.size("n_group", optional=True) or 1,
         "chosen_groups": config.size("topk_group", optional=True) or 1,
         "layers": [n >= dense and n not in without and (n + 1) % step == 0 for n in range(layers)],
@@ -225,7 +230,7 @@ def _left_out(config: _Config, model: Model) -> Iterator[str]:
     """Raise DescriptionError for layers without attention of the usual kind."""
     kinds = config.items("layer_types")
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in ("full_attention", "sliding_attention", *["chunked_attention"] * bool(model.chunk)):
             raise DescriptionError(f"{config.where}: layer_types: has {kind!r}, which the planner does not describe")
     for key, what in (("attention_bias", _BIASED), ("mlp_bias", "biases of the MLP")):
         if config.switch(key, False) and not model.biases:

@@ -196,8 +196,8 @@ class Experts(Values):
 
     ``count`` experts with an inner size of ``ffn``, of which each token takes ``chosen``, and ``shared_ffn`` of experts
     that all tokens take. ``groups``: of experts, of which a token's are in ``chosen_groups`` at most. The first
-    ``dense_layers`` layers have the model's own MLP; where these are others, ``layers`` says of each layer whether it
-    has experts.
+    ``dense_layers`` layers have the model's own MLP, and of the others all but every ``step``-th; where these are
+    others, ``layers`` says of each layer whether it has experts.
     """
 
     count: int = Field(ge=2)
@@ -207,6 +207,7 @@ class Experts(Values):
     groups: int = Field(default=1, ge=1)
     chosen_groups: int = Field(default=1, ge=1)
     dense_layers: int = Field(default=0, ge=0)
+    step: int = Field(default=1, ge=1)
     layers: tuple[bool, ...] = Field(default=(), strict=False)
 
 
@@ -233,7 +234,8 @@ class Model(Described):
     layers. dropout: of embedding, attention and residuals. max_positions: rows of learned positions; ``sequence``, if
     left out. causal: each token sees those before it; without it, the head is BERT's. tied: head and embedding are one
     matrix. qk_norm: queries and keys have a norm each. window: tokens that attention sees in every second layer, all in
-    the others. mtp_layers: extra layers that predict further tokens (DeepSeek-V3 §2.2). framework: what it was trained
+    the others. chunk: tokens of the parts of a sequence that attention stays within, but in every fourth layer (Llama
+    4). mtp_layers: extra layers that predict further tokens (DeepSeek-V3 §2.2). framework: what it was trained
     with, as published. left_out: what the model has beside this, in words, which every estimate repeats.
     """
 
@@ -257,6 +259,7 @@ class Model(Described):
     latent: Latent | None = None
     qk_norm: bool = False
     window: int = Field(default=0, ge=0)
+    chunk: int = Field(default=0, ge=0)
     mtp_layers: int = Field(default=0, ge=0)
     framework: str = "megatron"
     left_out: tuple[str, ...] = Field(default=(), strict=False)
@@ -296,4 +299,5 @@ class Model(Described):
             return 0
         if self.experts.layers:
             return sum(self.experts.layers[first:end])
-        return max(0, end - max(first, self.experts.dense_layers))
+        step = self.experts.step
+        return max(0, end // step - max(first, self.experts.dense_layers) // step)

@@ -26,10 +26,10 @@ def model_flops(model: Model, run: Run) -> float:
 def logged_flops(model: Model, run: Run) -> float:
     """Return the operations by which Megatron-LM logs TFLOP/s/GPU (``training.py``, ``num_floating_point_operations``).
 
-    Half of attention is masked, also BERT's, whose head counts as a GPT's, and none by a window. Routers count nothing.
-    It leaves out norms, too, but those of low ranks and further tokens, which are below one in a thousand.
+    Half of attention is masked, also BERT's, whose head counts as a GPT's, and none by a window or chunks. Routers
+    count nothing, nor do norms but those of low ranks and further tokens, which are below one in a thousand.
     """
-    return sum(_counted(model.model_copy(update={"causal": True, "window": 0}), run, "flash", "router"))
+    return sum(_counted(model.model_copy(update={"causal": True, "window": 0, "chunk": 0}), run, "flash", "router"))
 
 
 def _counted(model: Model, run: Run, attention: Attention, left_out: str = "") -> Iterator[float]:

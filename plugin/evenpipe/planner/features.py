@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError, _ArgumentGroup
 from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations_with_replacement
+from math import inf
 from typing import Any, Final, get_args
 
 from evenpipe.planner.run import Adapted, Graph, Module, OffloadModule, Optimizer, Run, Sharding
@@ -71,6 +72,8 @@ def add_features(group: ArgumentParser | _ArgumentGroup) -> None:
         "--lora-rank", type=_rank, metavar="R", help="adapters of Megatron Bridge's (dim); nothing else trains"
     )
     group.add_argument("--optimizer-offload-fraction", type=_fraction, metavar="F", help="of parameters (default: all)")
+    about = "tokens of the fullest expert rank over the mean rank's (default: 1)"
+    group.add_argument("--routing-imbalance", type=_times, metavar="X", help=about)
 
 
 def _fraction(text: str) -> float:
@@ -80,6 +83,16 @@ def _fraction(text: str) -> float:
         value = -1.0
     if not 0 <= value <= 1:
         raise ArgumentTypeError(f"{text} is no fraction: give a number from 0 to 1, such as 0.5")
+    return value
+
+
+def _times(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < inf:
+        raise ArgumentTypeError(f"{text} is less than the mean, or no number: give one from 1 on, such as 1.2")
     return value
 
 
@@ -106,6 +119,7 @@ def features_of(value: Callable[[str, Any], Any]) -> dict[str, Any]:
         found["optimizer"] = optimizer
     found["sharding"] = value("data_parallel_sharding_strategy", "no_shard") if value("use_megatron_fsdp", 0) else None
     found |= _offloaded(value) | {"lora_rank": value("lora_rank", 0)}
+    found["routing_imbalance"] = value("routing_imbalance", 1.0)
     if value("lora_rank", 0) and value("lora_modules", None):
         found["lora_modules"] = tuple(value("lora_modules", ()))
     found["delay_correction"] = value("evenpipe_delay_correction", None) or "none"

@@ -147,8 +147,8 @@ class Links:
         over this rank's share of what leaves it.
 
         NCCL's all-to-all sends a copy of a token for each of its experts; the other dispatchers one to each rank, and
-        over the network one to each node, which hands it on (DeepEP; HybridEP). Experts are taken to be chosen evenly:
-        of n places k choices meet n (1 − (1 − 1/n)^k).
+        over the network one to each node, which hands it on (DeepEP; HybridEP). Of n places k choices meet
+        n (1 − (1 − 1/n)^k); the rank with the most tokens gets so many more of them.
         """
         run, chosen = self._run, work.chosen
         ranks = run.expert
@@ -158,8 +158,8 @@ class Links:
             copies, abroad = _met(ranks, chosen), _met(nodes, chosen)
             if work.nodes is not None:
                 abroad = min(abroad, work.nodes)
-        near = work.nbytes * copies * (ranks - 1) / ranks
-        far = work.nbytes * abroad * (nodes - 1) / nodes
+        near = run.fullest * work.nbytes * copies * (ranks - 1) / ranks
+        far = run.fullest * work.nbytes * abroad * (nodes - 1) / nodes
         links, network = _DISPATCHED[run.dispatcher]
         takes = max(
             near / (links * self._cluster.peer_gbps * 1e9 * self._linked(ranks * run.expert_ways)),

@@ -82,6 +82,8 @@ class Run:
     keeps more than the one before (``--delta-offload-bytes-across-pp-ranks``).
     delay_correction: of 2bw's late gradients (``--evenpipe-delay-correction``).
     lora_rank: of adapters beside ``lora_modules``, which alone are trained (LoRA, Hu et al. 2021); 0: no adapters.
+    routing_imbalance: times the mean rank's tokens that the rank with the most gets for its experts, for which all
+    others wait. 1: as many for each, as published runs force it (``moe_router_force_load_balancing``).
     """
 
     global_batch: int
@@ -136,6 +138,7 @@ class Run:
     lora_rank: int = 0
     lora_modules: tuple[Adapted, ...] = get_args(Adapted)
     delay_correction: DelayCorrection = "none"
+    routing_imbalance: float = 1.0
 
     def of(self, framework: Framework) -> Run:
         """Return the same with ``framework``'s defaults, where nothing is said."""
@@ -229,6 +232,11 @@ class Run:
     def replicas(self) -> int:
         """Ranks that have the same parameters, experts left out."""
         return self.data * self.context
+
+    @property
+    def fullest(self) -> float:
+        """Return `routing_imbalance`, of which a rank cannot have more than all tokens."""
+        return min(self.routing_imbalance, self.expert)
 
     @property
     def expert_replicas(self) -> int:

@@ -67,11 +67,12 @@ _MEASURED_DEVICES: Final = ("a100-80gb", "h100", "b200", "gb200")
 _HOPPER: Final = "h100"
 _BLACKWELL: Final = ("b200", "gb200")
 _TUNED_DEVICES: Final = (_HOPPER, *_BLACKWELL)
-#: Of the tuned dense runs in bf16 on H100: hidden sizes, tokens of a sample, and GB/s of a GPU to other nodes.
+#: Of the tuned runs: hidden sizes of dense models and of those with experts, tokens of a sample, GB/s of a GPU to other
+#: nodes, the most GPUs, and the framework (`benchmarks/published/recipes.yaml`).
 _TUNED_HIDDEN: Final = (8192, 18432)
+_EXPERTS_HIDDEN: Final = (2048, 7168)
 _TUNED_SEQUENCE: Final = (4096, 8192)
 _TUNED_NODE_GBPS: Final = 50.0
-#: Of all tuned runs: the most GPUs, and the framework.
 _TUNED_GPUS: Final = 1024
 _TUNED_FRAMEWORK: Final = "megatron"
 _DEVICE: Final = "a100-80gb"
@@ -97,7 +98,9 @@ def uncertainty_of(model: Model, cluster: Cluster, of: Framework, run: Run) -> U
         return Uncertainty(None, None, f"no published iteration {kind} is among the planner's sources")
     if model.experts is not None:
         return EXPERTS
-    if _like_recipes(cluster, run) or _like_dense_recipes(model, cluster, of, run):
+    dense = cluster.device.name == _HOPPER and run.gpus <= _TUNED_GPUS and of.name == _TUNED_FRAMEWORK
+    dense = dense and run.precision == "bf16" and run.attention == "flash"
+    if _of_recipes_alone(cluster, run) or (dense and not _beyond_recipes(model, cluster)):
         return TUNED
     linked = cluster.nodes == 1 or cluster.node_gbps >= _NODE_GBPS
     alike = linked and cluster.device.name == _DEVICE and of.name == _FRAMEWORK
@@ -107,23 +110,28 @@ def uncertainty_of(model: Model, cluster: Cluster, of: Framework, run: Run) -> U
     return WITHIN if alike and sized and way and sequence else BEYOND
 
 
-def _like_recipes(cluster: Cluster, run: Run) -> bool:
+def _of_recipes_alone(cluster: Cluster, run: Run) -> bool:
+    """Return whether NVIDIA's recipes are the only source of such a run, experts left out."""
     return run.quantized is not None or cluster.device.name in _BLACKWELL
 
 
-def _like_dense_recipes(model: Model, cluster: Cluster, of: Framework, run: Run) -> bool:
-    """Return whether it is like NVIDIA's dense iterations in bf16 on H100: of 70, 340 and 405 billion parameters."""
-    linked = cluster.nodes == 1 or cluster.node_gbps >= _TUNED_NODE_GBPS
-    where = linked and cluster.device.name == _HOPPER and run.gpus <= _TUNED_GPUS and of.name == _TUNED_FRAMEWORK
-    way = run.precision == "bf16" and run.attention == "flash"
-    low, high = _TUNED_HIDDEN
-    return where and way and low <= model.hidden <= high and model.sequence in _TUNED_SEQUENCE
+def _beyond_recipes(model: Model, cluster: Cluster) -> str:
+    """Return the first size of a run that no tuned recipe has; empty where all are within theirs."""
+    low, high = _TUNED_HIDDEN if model.experts is None else _EXPERTS_HIDDEN
+    kinds = {
+        f"over {cluster.node_gbps:g} GB/s a GPU between nodes": cluster.nodes > 1
+        and cluster.node_gbps < _TUNED_NODE_GBPS,
+        f"with a hidden size of {model.hidden:,}": not low <= model.hidden <= high,
+        f"of {model.sequence:,} tokens": not _TUNED_SEQUENCE[0] <= model.sequence <= _TUNED_SEQUENCE[1],
+    }
+    return next((kind for kind, lacking in kinds.items() if lacking), "")
 
 
 def _without_source(model: Model, cluster: Cluster, run: Run) -> str:
     """Return the first of the run's kinds that no source has; empty where all have one."""
     device, experts = cluster.device.name, model.experts is not None
-    large = run.gpus > _TUNED_GPUS
+    large, alone = run.gpus > _TUNED_GPUS, experts or _of_recipes_alone(cluster, run)
+    what = "with experts" if experts else f"in {run.quantized}" if run.quantized else f"on {device}"
     kinds = {
         "on unlike nodes": bool(cluster.groups) or cluster.slowness > 1,
         f"on {device}": device not in _MEASURED_DEVICES,
@@ -140,8 +148,10 @@ def _without_source(model: Model, cluster: Cluster, run: Run) -> str:
         f"with {run.optimizer}": run.optimizer != "adam",
         "with an optimizer on the host": run.optimizer_offload > 0,
         "with LoRA": run.lora_rank > 0,
+        "with uneven routing": run.routing_imbalance > 1,
         "with fully sharded replicas": run.sharding is not None,
         "with activations on the host": bool(run.offload_modules),
+        f"{what} {(beyond := _beyond_recipes(model, cluster))}": alone and bool(beyond),
         f"with context parallelism on {device}": run.context > 1 and device not in _TUNED_DEVICES,
     }
     return next((kind for kind, lacking in kinds.items() if lacking), "")

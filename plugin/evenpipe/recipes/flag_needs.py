@@ -120,7 +120,7 @@ NEEDS: Final = (
         sizes=True,
     ),
     *_each(_OVERLAP, "without recomputation of whole layers", _REFUSED, _not("recompute", "full"), sizes=True),
-    *_each("use-transformer-engine-op-fuser", _IN_EXPERTS, _UNCOUNTED, _experts),
+    *_each("use-transformer-engine-op-fuser routing-imbalance", _IN_EXPERTS, _UNCOUNTED, _experts),
     *_each(
         "tp-comm-overlap",
         "with tensor parallelism and sequence parallelism",

@@ -310,11 +310,13 @@ def _plan_of(path: Path) -> Plan:
 
 
 def run_of_plan(one: PlannedRun) -> Run:
-    """Return what a plan says of a run; precision and attention only where they were asked for."""
+    """Return what a plan says of a run; precision, attention and gradients only where they were asked for."""
     words = one.flags.split()
     asked: dict[str, Any] = {
         name: words[words.index(f"--{name}") + 1] for name in ("precision", "attention") if f"--{name}" in words
     }
+    if in_fp32 := {"--gradients-in-fp32", "--no-gradients-in-fp32"} & {*words}:
+        asked["gradients_in_fp32"] = in_fp32 == {"--gradients-in-fp32"}
     return Run(
         global_batch=one.global_batch_size,
         tensor=one.tensor_parallel,

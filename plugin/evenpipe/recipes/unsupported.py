@@ -66,6 +66,11 @@ def _always(kind: str, model: Model, framework: Framework, settings: Settings) -
     is_kind = "gpt" if model.causal else "bert"
     if is_kind != kind:
         yield f"--model {model.name}: is a {is_kind.upper()}: evenpipe recipe {is_kind}"
+    if 0 < model.chunk < model.sequence:
+        yield (
+            f"--seq-length {model.sequence}: {model.name}'s attention stays within {model.chunk} tokens, for which "
+            f"{FRAMEWORKS[framework]} has no option: give {model.chunk} or less"
+        )
     if framework == "megatron":
         yield from _of_release(kind, settings)
         if kind == "bert" and settings.data == "mock":

@@ -20,10 +20,10 @@ from evenpipe.simulate.costs import Costs, placed_parts, saved_and_left_bytes, w
 from evenpipe.simulate.searched import searched
 from evenpipe.simulate.simulator import simulate
 
-__all__ = ["LEVELS", "Front", "Point", "front"]
+__all__ = ["MEMORY_SHARES", "Front", "Point", "front"]
 
 #: Amounts of memory, as parts of what 1F1B's fullest stage saves.
-LEVELS: Final = (0.25, 0.34, 0.4, 0.5, 0.625, 0.75, 0.875, 1.0, 1.25)
+MEMORY_SHARES: Final = (0.25, 0.34, 0.4, 0.5, 0.625, 0.75, 0.875, 1.0, 1.25)
 
 
 class Point(NamedTuple):
@@ -37,9 +37,9 @@ class Point(NamedTuple):
 class Front(NamedTuple):
     """``limit_ms``: the busiest stage of the searched placement computes all the time.
 
-    ``base_bytes``: what 1F1B's fullest stage saves. ``searched``: one for each of LEVELS that holds a micro-batch; its
-    ``peak_bytes`` are the cap. ``evicting``: the same with one part a stage, which may evict to its partner; none,
-    where the costs do not say how fast.
+    ``base_bytes``: what 1F1B's fullest stage saves. ``searched``: one for each of MEMORY_SHARES that holds a
+    micro-batch; its ``peak_bytes`` are the cap. ``evicting``: the same with one part a stage, which may evict to its
+    partner; none, where the costs do not say how fast.
     """
 
     limit_ms: float
@@ -78,11 +78,11 @@ def front(
         problem, before_ms, before = Problem.of(placed, stages, micro_batches, split), math.inf, 0
         recomputed = replace(problem, recomputed=problem.recomputable)
         least = int(min(problem.least_bytes.max(), recomputed.least_bytes.max()))
-        for level in LEVELS:
-            cap = int(level * base_bytes)
+        for share in MEMORY_SHARES:
+            cap = int(share * base_bytes)
             if cap < least or cap == before:
                 continue
-            told(f"{name}: {level:g} of 1F1B's memory, {cap:,} bytes")
+            told(f"{name}: {share:g} of 1F1B's memory, {cap:,} bytes")
             capped = placed.model_copy(update={"memory_bytes": [cap] * stages})
             found = searched(capped, stages, micro_batches, effort, split=split)
             # What fits into less fits; it may have been annealed to other errors.

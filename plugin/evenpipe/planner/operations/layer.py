@@ -136,10 +136,12 @@ def _latent(shard: Shard) -> tuple[list[Operation], Sizes]:
 
 
 def _seen(model: Model) -> float:
-    """Return the share of all pairs of tokens that fused attention computes, in the mean of a layer with a window and
-    one without.
+    """Return the share of all pairs of tokens that fused attention computes, in the mean of layers with a window or
+    chunks and layers without.
     """
     whole = 0.5 if model.causal else 1.0
+    if model.chunk:
+        return whole * (3 * min(1.0, model.chunk / model.sequence) + 1) / 4
     return (whole + min(whole, model.window / model.sequence)) / 2 if model.window else whole
 
 
@@ -247,7 +249,7 @@ def _activation(shard: Shard, name: str, elements: float, ways: int) -> Operatio
 
 
 def experts(shard: Shard) -> list[Operation]:
-    """Return the experts of a layer, their router, and the ways to them and back; tokens are taken to be spread evenly.
+    """Return the experts of a layer, their router, and the ways to them and back, on the rank with the most tokens.
 
     Each rank has count / ep experts, whose matrices are divided among `expert_ways` ranks. Every token goes to
     ``chosen`` of them by an all-to-all over the expert-parallel ranks.
@@ -256,7 +258,7 @@ def experts(shard: Shard) -> list[Operation]:
     chosen = model.experts
     assert chosen is not None
     own = chosen.count / run.expert
-    routed = shard.tokens * chosen.chosen * run.expert_ways / run.tensor
+    routed = shard.tokens * chosen.chosen * run.expert_ways / run.tensor * run.fullest
     inner, ways = chosen.ffn / run.expert_ways, 2 if model.gated else 1
     part = shard.residual * chosen.chosen  # of tokens that this rank gives away
     limit = chosen.chosen_groups if chosen.groups > 1 else None

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import count, product
+from statistics import fmean
 from typing import Final, Literal, NamedTuple
 
 from evenpipe.descriptions import Model
 from evenpipe.planner.estimate import Positions, positions_of
+from evenpipe.planner.iteration import HandOver
 from evenpipe.planner.run import Placement, Run
 from evenpipe.planner.search.bounds import (
     Edges,
@@ -17,7 +19,7 @@ from evenpipe.planner.search.bounds import (
     least_live,
     least_ms,
 )
-from evenpipe.planner.search.profiles import Divided, Profile
+from evenpipe.planner.search.profiles import Divided, PartCost, Profile
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.shape_costs import Held, Shape, ShapeCosts
 from evenpipe.schedule import Places, ScheduleError, Size, Spec, find
@@ -36,7 +38,7 @@ __all__ = [
     "ways",
 ]
 
-Kind = Literal["schedule", "bpipe", "recompute", "placement", "layout", "precision", "dispatcher"]
+Kind = Literal["schedule", "bpipe", "recompute", "placement", "layout", "precision", "gradients", "dispatcher"]
 
 
 class Family(NamedTuple):
@@ -61,16 +63,18 @@ def families_of(question: Question, run: Run, allowed: bool) -> Iterator[Family]
 
 
 def products_of(question: Question, run: Run) -> Iterator[Family]:
-    """Yield the families of what a question asks several of: precisions, and dispatchers of experts' tokens."""
+    """Yield the families of what a question asks several of: precisions, gradients, dispatchers of experts' tokens."""
     every = (question.asked, *question.further)
     if len({(one.precision, one.quantized) for one in every}) > 1:
         yield Family("precision", f"products in {run.quantized or run.precision}")
+    if len({one.gradients_in_fp32 for one in every}) > 1:
+        yield Family("gradients", f"gradients in {'fp32' if run.gradients_in_fp32 else 'half precision'}")
     if len({one.dispatcher for one in every}) > 1:
         yield Family("dispatcher", f"dispatcher {run.dispatcher}")
 
 
-#: Micro-batches in a row that kFkB is tried with; more of them hide slower links and hold as many times as much.
-_GROUPS: Final = (2, 4)
+#: Micro-batches in a row that kFkB is tried with at most.
+_MOST_GROUPED: Final = 16
 #: Model chunks of a stage up to which every number is tried, whatever it leaves over.
 _UNEVEN: Final = 8
 #: Fewest stages at which BPipe evicts anything (§3.3).
@@ -217,9 +221,9 @@ def _ways(
         least, most = spec.chunks
         if chunks < least or (most is not None and chunks > most):
             continue
-        for k in (1,) if "groups" not in spec.needs else _GROUPS:
+        for k in range(2, min(_MOST_GROUPED, micro_batches) + 1) if "groups" in spec.needs else (1,):
             size = Size(stages, micro_batches, chunks, k)
-            if k > micro_batches or not _possible(spec, size):
+            if not _possible(spec, size):
                 continue
             places = _places(spec.name, stages, chunks)
             found.append(_way(spec, size, places, False))
@@ -279,13 +283,14 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
     run = shape.run
     have = question.cluster.device.memory_gib * 2**30
     same = ShapeCosts(question, shape)
+    largest: set[tuple[str, bool]] = set()  # schedules of which no larger group is of use
     for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
         if split and run.recompute == "full":  # slower than 1F1B that recomputes as much, or less, in that memory
             continue
         sharded = stream and max(run.tensor, run.expert) > 1 and not question.engine.delayed_sharded
         allowed = not question.refused(way.spec, run.stages) and not sharded
-        if way.bpipe and not allowed:
+        if (way.bpipe and not allowed) or (way.spec.name, way.bpipe) in largest:
             continue
         layout, parts = same.laid_out(way.where, way.bpipe) if shape.nbytes <= have else (None, [])
         if layout and layout.even:
@@ -311,6 +316,8 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
             over = same.hand_over(way.where, tried)
             ms = least_ms(parts, way.where, tried, over, split, stream, way.edges)
             ms += same.end_ms(parts, way.where, tried)
+        if "groups" in way.spec.needs and (nbytes > have or _hides(parts, over, way.size)):
+            largest.add((way.spec.name, way.bpipe))
         yield Candidate(
             ms / run.global_batch * tried.iterations,
             (way.bpipe, run.stages * run.chunks, way.size.group_size, group, number),
@@ -319,3 +326,13 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
             tuple(families_of(question, tried, allowed)),
             allowed,
         )
+
+
+def _hides(parts: Sequence[PartCost], over: HandOver, size: Size) -> bool:
+    """Return whether a message is under way for no longer than the other forwards of a group take, on the mean.
+
+    Then larger groups hide no more (Ada-Grouper §4.1). They hold more, so that with the first that does not fit the
+    curve of its memory limit (§4.2) is at its end for that size of micro-batches.
+    """
+    forward_ms = 1e3 * fmean(part.time.forward for part in parts)
+    return over.latency_ms + over.transmit_ms <= (size.group_size - 1) * forward_ms

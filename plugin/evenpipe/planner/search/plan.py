@@ -117,6 +117,7 @@ def brief(one: Planned) -> str:
     words += ["further token apart"] * (run.further_part is not None)
     words += ["pipeline in one node"] * (run.placement == "pipeline")
     words += [run.quantized] if run.quantized else []
+    words += ["half gradients"] * (run.precision == "bf16" and not run.gradients_in_fp32)
     words += [run.dispatcher] * (run.dispatcher != "alltoall")
     return " ".join(words)
 
@@ -292,5 +293,8 @@ def _flags(run: Run, asked: Run) -> list[str]:
         words.append(f"--layout {','.join(parts)}")
     words += [f"--precision {run.precision}"] * (asked.precision is not None)
     words += [f"--attention {asked.attention}"] * (asked.attention is not None)
+    if asked.gradients_in_fp32 is not None:
+        words.append("--gradients-in-fp32" if run.gradients_in_fp32 else "--no-gradients-in-fp32")
+    words += [f"--routing-imbalance {run.routing_imbalance:g}"] * (run.routing_imbalance > 1)
     words += [" ".join(flag) for flag in flags_of(run)]
     return words + ["--placement pipeline"] * (run.placement == "pipeline")

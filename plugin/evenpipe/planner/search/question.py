@@ -64,8 +64,8 @@ class Question:
     schedules: those that are weighed; with ``bpipe`` false none of them with BPipe. delayed: a plan may step with
     gradients that are a batch late, as 2BW does; what it trains is not what a flush trains. tensor, stages,
     micro_batch, context: t, p, b and c, where they are not to be chosen. further: runs that differ from ``asked`` in
-    precision or dispatcher, which are weighed beside it. divided: costs of the model's blocks on the cluster, which
-    several searches share; otherwise a search finds its own.
+    precision, gradients or dispatcher, which are weighed beside it. divided: costs of the model's blocks on the
+    cluster, which several searches share; otherwise a search finds its own.
     """
 
     model: Model
@@ -112,7 +112,7 @@ class Question:
         return self.bases(tensor)[0]
 
     def bases(self, tensor: int) -> list[Run]:
-        """Return the same of each precision and dispatcher."""
+        """Return the same of each precision, type of gradients and dispatcher."""
         return [replace(one, tensor=tensor).of(self.of) for one in (self.asked, *self.further)]
 
     def modules(self, base: Run) -> tuple[Module, ...]:
