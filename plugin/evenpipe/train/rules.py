@@ -134,11 +134,6 @@ def _steps_alone(options: TrainOptions) -> None:
             f"--precision fp16: under --schedule {options.schedule} a stage steps before it knows of an overflow on "
             "the stages ahead of it: use bf16"
         )
-    if options.experts:
-        raise ValueError(
-            f"--experts {options.experts}: have not been shown to train by the rule of --schedule {options.schedule}: "
-            "leave them out, or use 2bw"
-        )
 
 
 def _settings_go_together(options: TrainOptions) -> None:

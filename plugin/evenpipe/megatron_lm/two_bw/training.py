@@ -38,6 +38,22 @@ _EXPERTS: Mapping[str, Changes] = {
     },
     f"{_MOE}.moe_logging:MoEMetricsTracker._sync_metrics": {"0.18": "(self, metric_names, pg_collection=None)"},
 }
+_JOINING: Final = (
+    (
+        "hashes",
+        "megatron.core.utils:check_param_hashes_across_dp_replicas",
+        "a check that replicas have the same weights",
+        "(model, cross_check=False)",
+    ),
+    (
+        "stragglers",
+        "megatron.core.utils:StragglerDetector.report",
+        "a report of --log-straggler",
+        "(self, total_flops=0.0, log_interval=0)",
+    ),
+    ("energy", "megatron.core.energy_monitor:EnergyMonitor.lap", "a reading of --log-energy", "(self)"),
+)
+"""Functions in which Megatron joins all ranks, at an interval of the user's."""
 CALLED: Final = (
     *training_expected(
         "megatron.training:get_signal_handler",
@@ -247,6 +263,29 @@ def two_bw_patches(training: Any) -> list[Patch]:
             interrupted,
             "2bw: a barrier before Megatron exits, at which nothing may be under way",
         ),
+        training_patch(
+            "save-and-time",
+            "megatron.training.training:save_checkpoint_and_time",
+            interrupted,
+            "2bw: before it saves, Megatron waits for the whole device (since 0.17); nothing may be under way then",
+        ),
+        training_patch(
+            "lengths",
+            "megatron.training.training:consume_seqlen_stats_in_iteration",
+            _lengths_unknown,
+            "2bw: lengths of packed sequences are summed over all ranks in every iteration, for the logged throughput",
+        ),
+        *(
+            core_patch(
+                name,
+                symbol,
+                interrupted,
+                f"2bw: {what} joins all stages; nothing may be under way then, and weights are the newest",
+                signature,
+                rebinds=True,
+            )
+            for name, symbol, what, signature in _JOINING
+        ),
         *(
             core_patch(
                 f"timer-{name}",
@@ -311,6 +350,11 @@ def two_bw_patches(training: Any) -> list[Patch]:
             for module in ("megatron.training.utils", "megatron.training.utils.common_utils")
         ),
     ]
+
+
+def _lengths_unknown(original: Callable[..., Any]) -> tuple[None, None]:
+    """Return what Megatron does where nothing is packed: it then counts each row as one whole sequence."""
+    return None, None
 
 
 @contextmanager
