@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from evenpipe.schedule import ScheduleError, Stream, check_offers
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in, only_tuned
 from evenpipe.settings.spelling import COMMAND, in_flags
 from evenpipe.train.engines import ENGINES
-
-if TYPE_CHECKING:
-    from evenpipe.train.options import TrainOptions
+from evenpipe.train.fields import OptionFields
 
 __all__ = ["EXPERTS_OF_A_TOKEN", "RULES", "device_type", "fits_this_machine"]
 
@@ -43,7 +41,7 @@ def device_type(world_size: int) -> str:
     return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world_size else "cpu"
 
 
-def fits_this_machine(options: TrainOptions) -> None:
+def fits_this_machine(options: OptionFields) -> None:
     if options.world_size > _MOST_PROCESSES:
         raise ValueError(
             f"--stages {options.stages}: with --data-parallel {options.data_parallel} and --tensor-parallel "
@@ -53,7 +51,7 @@ def fits_this_machine(options: TrainOptions) -> None:
         raise ValueError("--data: no file named: give a text file, or builtin")
 
 
-def _model_fits_its_ranks(options: TrainOptions) -> None:
+def _model_fits_its_ranks(options: OptionFields) -> None:
     if options.partition is not None:
         return
     layers, heads, hidden, ranks = options.layers, options.heads, options.hidden, options.tensor_parallel
@@ -74,7 +72,7 @@ def _model_fits_its_ranks(options: TrainOptions) -> None:
         raise ValueError(f"--min-length {shortest}: lengths are from 2 to --seq-length {longest}: choose one of these")
 
 
-def _experts_fit_their_ranks(options: TrainOptions) -> None:
+def _experts_fit_their_ranks(options: OptionFields) -> None:
     ranks = options.expert_parallel
     given = f"--expert-parallel {ranks}"
     if not options.experts:
@@ -95,7 +93,7 @@ def _experts_fit_their_ranks(options: TrainOptions) -> None:
         )
 
 
-def _schedule_exists(options: TrainOptions) -> None:
+def _schedule_exists(options: OptionFields) -> None:
     asked = f"--schedule {options.schedule}"
     if options.engine == "megatron" and options.schedule not in _MEGATRONS:
         needs = options.programs.spec.needs
@@ -116,7 +114,7 @@ def _schedule_exists(options: TrainOptions) -> None:
         raise ValueError(line if line.startswith(asked) else re.sub(r"^--schedule \S+:", f"{asked}:", line)) from None
 
 
-def _steps_alone(options: TrainOptions) -> None:
+def _steps_alone(options: OptionFields) -> None:
     if options.in_place and options.clip_grad > 0:
         raise ValueError(
             f"--clip-grad {options.clip_grad:g}: the norm is of all stages' gradients, and under --schedule "
@@ -136,7 +134,7 @@ def _steps_alone(options: TrainOptions) -> None:
         )
 
 
-def _settings_go_together(options: TrainOptions) -> None:
+def _settings_go_together(options: OptionFields) -> None:
     shared = ("schedule", "bpipe", "group_size", "retune_interval", "memory_gib", "delay_correction")
     config = EvenPipeConfig.of(**{setting: getattr(options, setting) for setting in shared})
     on_cpu = options.group_size == "auto" and device_type(options.world_size) == "cpu"
@@ -146,7 +144,7 @@ def _settings_go_together(options: TrainOptions) -> None:
         raise ValueError(line)
 
 
-def _engine_knows_its_settings(options: TrainOptions) -> None:
+def _engine_knows_its_settings(options: OptionFields) -> None:
     if (options.engine == "planned") != (options.partition is not None):
         raise ValueError("--engine planned: trains what a plan cuts: give --partition P.json, or leave --engine out")
     if options.trust and options.partition is None:
@@ -162,7 +160,7 @@ def _engine_knows_its_settings(options: TrainOptions) -> None:
         raise ValueError("--group-size auto: --engine module chooses none: give a number, or use --engine evenpipe")
 
 
-def _optimizer_knows_its_settings(options: TrainOptions) -> None:
+def _optimizer_knows_its_settings(options: OptionFields) -> None:
     if options.momentum and options.optimizer != "sgd":
         raise ValueError(f"--momentum {options.momentum}: is of SGD: use --optimizer sgd, or leave --momentum out")
     if options.delay_correction == "nesterov" and options.optimizer == "sgd" and not options.momentum:
@@ -186,7 +184,7 @@ def _optimizer_knows_its_settings(options: TrainOptions) -> None:
         )
 
 
-def _saved_somewhere(options: TrainOptions) -> None:
+def _saved_somewhere(options: OptionFields) -> None:
     if options.save_interval and options.save is None:
         raise ValueError(f"--save-interval {options.save_interval}: no folder to save to: give --save DIR")
     if options.keep and options.save is None:
