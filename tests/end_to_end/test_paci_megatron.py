@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
         "distributed_optimizer": True,
     },
     "p=4, SGD, BPipe": {**_FREE, "stages": 4, "micro_batches": 4, "bpipe": True, "optimizer": "sgd", "lr": 0.1},
+    "p=2, Adam, experts": {**_FREE, "stages": 2, "micro_batches": 3, "experts": 4},
     "DP2 x PP2": {**_FREE, "stages": 2, "micro_batches": 3, "data_parallel": 2, "distributed_optimizer": True},
 }
 

@@ -9,11 +9,10 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from evenpipe.megatron.supported import installed_release
-from evenpipe.megatron.unsupported import refuse_unsupported, refused_settings, refused_with_two_versions
+from evenpipe.megatron.unsupported import refuse_unsupported, refused_settings
 from evenpipe.upstream import PatchSet
 from evenpipe.upstream.saved_leaves import keeping_identity
 
@@ -152,33 +151,3 @@ def test_every_refused_setting_is_one_of_megatrons() -> None:
     series = installed_release().series
     for setting, _ in (*ALWAYS, *WITH_BPIPE):
         assert hasattr(config(), setting) == (series >= FIRST_SERIES.get(setting, "0.14")), setting
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("dsa_indexer_loss_coeff", 0.01),
-        ("fp8_param", True),
-        ("overlap_param_gather_with_optimizer_step", True),
-        ("mtp_detach_heads", True),
-        ("cuda_graph_impl", "transformer_engine"),
-    ],
-)
-def test_2bw_refuses_what_knows_one_weight_version_only(setting: str, value: Any) -> None:
-    [refusal] = refused_with_two_versions(SimpleNamespace(**{setting: value}))
-    assert refusal.setting == setting
-    assert refusal.reason
-    assert refusal.remedy
-
-
-def test_2bw_accepts_plain_settings_quantised_products_and_any_optimizers_state() -> None:
-    assert not [*refused_with_two_versions(config(fp8="hybrid", fp4="e2m1"))]
-    states = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
-    states |= {"num_distributed_optimizer_instances": 2, "grad_norm_skip_threshold": 5.0}
-    assert not [*refused_with_two_versions(SimpleNamespace(**states))]
-    plain = (
-        TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2),
-        PLAIN.ddp_config,
-        OptimizerConfig(),
-    )
-    assert not [refusal for settings in plain for refusal in refused_with_two_versions(settings)]

@@ -172,10 +172,16 @@ def test_experts_that_are_shared_out_train_as_if_each_replica_had_them_all(megat
     assert len(numbers("grad norm ", ours)) == 4
 
 
-def test_times_and_the_norm_of_parameters_are_logged_and_change_nothing(megatron_lm):
-    """Both join all stages, and do so at a log only. With a rate of zero the norm is that of any schedule."""
+def test_what_joins_all_stages_at_an_interval_changes_nothing(megatron_lm):
+    """Times, the norm of parameters, energy, stragglers, hashes. With a rate of zero the norm is any schedule's."""
     flags = [*flags_for(megatron_lm, GPT, 4, ()), *PP2, "--log-interval", "2"]
-    logs = ("--timing-log-level", "2", "--log-params-norm")
+    logs = ("--timing-log-level", "2", "--log-params-norm", "--log-energy")
+    logs += (
+        "--log-straggler",
+        "--disable-straggler-on-startup",
+        "--check-weight-hash-across-dp-replicas-interval",
+        "3",
+    )
     plain, logged = (launch(megatron_lm, GPT, 2, [*flags, *TWO, *more]) for more in ((), logs))
     assert logged.lines == plain.lines
     assert len(plain.lines) == 3, "the first iteration too"
@@ -184,6 +190,8 @@ def test_times_and_the_norm_of_parameters_are_logged_and_change_nothing(megatron
     norms = [numbers("params norm: ", launch(megatron_lm, GPT, 2, [*frozen, *more])) for more in ((), TWO)]
     assert norms[0] == norms[1]
     assert len(numbers("params norm: ", logged)) == 3
+    assert re.findall(r"Weight hashes match after (\d) iterations", logged.output) == ["0", "3"]
+    assert "energy per GPU" in logged.output
 
 
 def numbers(figure: str, run: Run) -> list[float]:

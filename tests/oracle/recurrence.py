@@ -76,8 +76,12 @@ class Biases:
 
     def start_batch(self) -> None:
         """Route by the version of the batch."""
-        self._router.expert_bias.copy_(self._versions[0])
+        self.use(0)
         self._router.local_tokens_per_expert.zero_()
+
+    def use(self, version: int) -> None:
+        """Route by one of the versions B(t-d), ..., B(t) of the batch t, counted from 0, or from -1 downwards."""
+        self._router.expert_bias.copy_(self._versions[version])
 
     def end_batch(self) -> None:
         """Move the newest by what has been counted."""

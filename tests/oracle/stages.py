@@ -1,6 +1,6 @@
 """A GPT or BERT as its pipeline stages, all in this process: weights in, losses and gradients out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,13 +73,15 @@ def forward_backward(
     batches: Iterable[MicroBatch],
     per_token: bool = False,
     before: Sequence[Sequence[Tensor]] | None = None,
+    route: Callable[[int, bool], None] = lambda place, older: None,
 ) -> tuple[float, list[list[Tensor]], int]:
     """One batch of one replica: the mean of its micro-batches' losses, per stage the sums of gradients; its tokens.
 
     Gradients are in the order of `Stage.parameters`, summed in fp32 in the order of the micro-batches. They are of the
     losses' mean or, `per_token`, of the sum of all tokens' losses.
 
-    before: of PACI, each stage's older weights, on which it forwards its first p − 1 − s micro-batches.
+    before: of PACI, each stage's older weights, on which it forwards its first p − 1 − s micro-batches. `route` is told
+    of each forward's stage, and whether it is on these.
     """
     sums = [[torch.zeros_like(parameter, dtype=torch.float32) for parameter in stage.parameters] for stage in stages]
     losses, tokens = [], 0
@@ -88,7 +90,9 @@ def forward_backward(
     present = [[parameter.detach().clone() for parameter in stage.parameters] for stage in stages]
     for number, batch in enumerate(batches):
         for place, stage in enumerate(stages) if before is not None else ():
-            stage.fill(before[place] if number < len(stages) - 1 - place else present[place])
+            older = number < len(stages) - 1 - place
+            stage.fill((before if older else present)[place])
+            route(place, older)
         loss, count = _one(stages, options, batch, per_token, None if before is None else present)
         losses.append(loss / count)
         tokens += count

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,15 @@ def train(
     losses: list[float] = []
     norms: list[float] = []
 
-    routers = [module for stage in stages for module in stage.module.modules() if hasattr(module, "expert_bias")]
-    biases = [Biases(router, delay) for router in routers if router.expert_bias is not None]
+    of_stages = [[part for part in stage.module.modules() if hasattr(part, "expert_bias")] for stage in stages]
+    routers = [router for of_stage in of_stages for router in of_stage]
+    kept = 1 if options.in_place else delay
+    biased = [[Biases(one, kept) for one in of_stage if one.expert_bias is not None] for of_stage in of_stages]
+    biases = [bias for of_stage in biased for bias in of_stage]
+
+    def route(place: int, older: bool) -> None:
+        for bias in biased[place]:
+            bias.use(0 if older else -1)
 
     def gradients(batch: int, weights: list[Tensor]) -> list[Tensor] | None:
         with torch.no_grad():
@@ -50,7 +57,7 @@ def train(
         for router in routers:
             if router.global_tokens_per_expert is not None:
                 router.reset_global_aux_loss_tracker()
-        loss, found, tokens = _over_replicas(stages, options, corpus, batch, per_token, updates.before)
+        loss, found, tokens = _over_replicas(stages, options, corpus, batch, per_token, updates.before, route)
         losses.append(loss)
         for bias in biases:
             bias.end_batch()
@@ -67,7 +74,8 @@ def train(
             clip(together, norms[-1], options.clip_grad)
         return together
 
-    updates = TwoBWUpdates(_optimizer(stages, options), delay, _ahead(options))
+    optimizer = _optimizer(stages, options)
+    updates = TwoBWUpdates(optimizer, delay, _ahead(options.delay_correction, optimizer))
     last = descend(updates, gradients, [_learning_rate(options, batch) for batch in range(options.iterations)])
     if options.delay_correction == "error-feedback":
         last = updates.foremost
@@ -84,6 +92,7 @@ def _over_replicas(
     batch: int,
     per_token: bool,
     before: Sequence[Tensor],
+    route: Callable[[int, bool], None],
 ) -> tuple[float, list[list[Tensor]], Tensor]:
     """Loss and gradients (per stage) of a batch, each the mean over data-parallel replicas, and the number of tokens.
 
@@ -93,7 +102,7 @@ def _over_replicas(
     of_stages = iter(before)
     older = [[next(of_stages) for _ in stage.parameters] for stage in stages] if options.in_place else None
     found = [
-        forward_backward(stages, options, corpus.micro_batches(batch, replica), per_token, older)
+        forward_backward(stages, options, corpus.micro_batches(batch, replica), per_token, older, route)
         for replica in range(count)
     ]
     losses, gradients, tokens = zip(*found, strict=True)
@@ -138,11 +147,11 @@ def _optimizer(stages: Sequence[Stage], options: TrainOptions) -> torch.optim.Op
     return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.999), eps=1e-8)
 
 
-def _ahead(options: TrainOptions) -> float:
+def _ahead(correction: str, optimizer: torch.optim.Optimizer) -> float:
     """By how many steps weights are ahead where gradients are taken: the momentum, under a look-ahead of Nesterov's."""
-    momentum = options.momentum if options.optimizer == "sgd" else 0.9
-    named = {"none": 0.0, "error-feedback": 1.0, "weight-prediction": 1.0, "nesterov": momentum}
-    return named[options.delay_correction]
+    if correction == "nesterov":
+        return min(group["betas"][0] if "betas" in group else group["momentum"] for group in optimizer.param_groups)
+    return {"none": 0.0, "error-feedback": 1.0, "weight-prediction": 1.0}[correction]
 
 
 def _learning_rate(options: TrainOptions, batch: int) -> float:

@@ -161,7 +161,8 @@ def _not_with_two_bw(engine: Any, gradients: object | None) -> Iterator[tuple[st
     if engine.has_moe_layers and engine.is_model_parallel:
         yield (
             "a topology with model parallelism is, beside layers of experts,",
-            "would count the experts once for each model-parallel rank",
+            "would count experts of the first model-parallel rank several times and no others, as DeepSpeed deals them "
+            "out among consecutive ranks",
             "use data, expert and pipeline parallelism only, or another schedule",
         )
     scalers = (engine, "torch_autocast_z0_gradscaler"), (engine.optimizer, "torch_autocast_gradscaler")

@@ -99,6 +99,11 @@ _CHANGES: Mapping[str, Changes] = {
         "(model, optimizer, opt_param_scheduler, iteration, num_floating_point_operations_so_far, "
         "checkpointing_context, train_data_iterator)"
     ),
+    "megatron.training.training:save_checkpoint_and_time": (
+        "(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, "
+        "checkpointing_context, non_persistent_ckpt=False, train_data_iterator=None)"
+    ),
+    "megatron.training.training:consume_seqlen_stats_in_iteration": {"0.18": "()"},
     "megatron.training.checkpointing:save_checkpoint": {
         "0.14": f"({_SAVE})",
         "0.15": f"({_SAVE}, release=False)",

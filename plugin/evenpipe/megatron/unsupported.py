@@ -17,12 +17,10 @@ __all__ = [
     "packs",
     "refusals_of",
     "refuse_unsupported",
-    "refused_arguments",
     "refused_in_a_v",
     "refused_settings",
     "refused_with_search",
     "refused_with_tuning",
-    "refused_with_two_versions",
     "unlike_a_v",
     "why_one_size",
 ]
@@ -138,65 +136,6 @@ _BY_CHUNK = (
 )
 _FILES_IN_A_V: Mapping[str, str] = {"ckpt_format": _BY_CHUNK, "ckpt_convert_format": _BY_CHUNK}
 
-_QUANTISED = "keeps weights in FP8 or FP4 alone, whose scales and transposes 2bw has no second version of"
-_ADDRESSES = "captures the addresses of one weight version"
-_JOINS = "joins all stages in every iteration, which 2bw is there to avoid"
-_OUTSIDE = "keeps gradients outside of the gradient buffer"
-_SHARDED = "shards weights beyond data-parallel replicas"
-_WITH_TWO_VERSIONS: Mapping[str, str] = {
-    "overlap_param_gather_with_optimizer_step": "gathers weights while a batch still runs on the ones before",
-    "fp8_param": _QUANTISED,
-    "fp8_param_gather": _QUANTISED,
-    "fp4_param": _QUANTISED,
-    "fp4_param_gather": _QUANTISED,
-    "nccl_ub": "registers the memory of one weight version",
-    "external_cuda_graph": _ADDRESSES,
-    "optimizer_cuda_graph": _ADDRESSES,
-    "cuda_graph_impl": _ADDRESSES,
-    "reuse_grad_buf_for_mxfp8_param_ag": "keeps weights where gradients still wait for their step",
-    "delay_wgrad_compute": "computes gradients after their batch",
-    "defer_embedding_wgrad_compute": "computes the embedding's gradients when the pipeline is empty",
-    "dsa_indexer_loss_coeff": _JOINS,
-    "has_cond_embedder": _JOINS,
-    "ddp_param_name_patterns_for_fp32_local_accumulation": _OUTSIDE,
-    "param_name_patterns_for_fp32_local_accumulation": _OUTSIDE,
-    "qk_clip": "changes weights before the step, which 2bw finishes in the next iteration",
-    "hybrid_context_parallel": "makes micro-batches of their own shapes",
-    "tensor_parallel_num_weight_shards": _SHARDED,
-    "gtp_weight_remat_size": _SHARDED,
-    "expert_tensor_parallel_num_weight_shards": _SHARDED,
-    "expert_gtp_weight_remat_size": _SHARDED,
-    "mtp_detach_heads": "clips multi-token prediction by a norm of its own, and 2bw clips all by one",
-}
-
-_JOINS_AT_LOGS = "joins all stages at each log"
-_BETWEEN = "reads or changes gradients or weights before the step, which 2bw finishes in the next iteration"
-_ARGUMENTS_WITH_TWO_VERSIONS: Mapping[str, str] = {
-    "use_torch_fsdp2": "gathers and frees parameters, of which 2bw needs two versions",
-    "log_max_attention_logit": _JOINS,
-    "log_energy": _JOINS_AT_LOGS,
-    "log_straggler": _JOINS_AT_LOGS,
-    "adlr_autoresume": "joins all stages to ask whether to stop: use --exit-signal-handler",
-    "train_sync_interval": "waits for what a stage is yet to receive",
-    "check_weight_hash_across_dp_replicas_interval": _BETWEEN,
-    "save_wgrads_interval": _BETWEEN,
-    "save_dgrads_interval": _BETWEEN,
-    "save_params_interval": _BETWEEN,
-    "save_activations_interval": _BETWEEN,
-    "vision_pretraining_type": _BETWEEN,
-    "perform_rl_step": "makes each batch with the weights of the one before",
-    "iterations_to_skip": "skips data that 2bw has begun to read",
-    "dataloader_save": "saves how far data has been read, and 2bw reads ahead",
-    "non_persistent_ckpt_type=local": "has no room for a second weight version",
-}
-
-_AMID = "while partners are amid transfers"
-_ARGUMENTS_WITH_BPIPE_TOO: Mapping[str, str] = {
-    "async_save": f"asks all ranks in every iteration whether it is done, {_AMID}",
-    "distributed_timeout_seconds_after_init": f"waits for the whole device after the first iteration, {_AMID}",
-    "empty_unused_memory_level": f"waits for the whole device in every iteration, {_AMID}",
-}
-
 _UNKNOWN = "so that the memory of a stage is not known"
 _RESIZED = "changes the samples of a batch, which are shared out among micro-batches once"
 _BY_PLACE = (
@@ -288,16 +227,6 @@ def why_one_size(args: Any) -> str | None:
     return None
 
 
-def refused_with_two_versions(
-    settings: Any, remedy: str = "leave it out, or use another schedule"
-) -> Iterator[Refusal]:
-    """Return a refusal for each of the `settings` that does not go together with 2BW.
-
-    `settings` are a configuration of Megatron's model, data parallelism or optimizer, or Megatron's arguments.
-    """
-    return refusals_of(settings, _WITH_TWO_VERSIONS, remedy)
-
-
 def refused_in_a_v(args: Namespace) -> Iterator[Refusal]:
     """Yield a refusal for each of Megatron's arguments that does not go together with chunks in a V."""
     yield from refusals_of(args, _FILES_IN_A_V, "use torch_dist")
@@ -317,15 +246,6 @@ def unlike_a_v(args: Namespace) -> Iterator[str]:
             f"--pipeline-model-parallel-layout {layout} has multi-token prediction apart from the loss; in a V both "
             "are in the last part: put m before L"
         )
-
-
-def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:
-    """Yield a refusal for each of Megatron's arguments that does not go together with 2BW, or with BPipe on it."""
-    remedy = "leave it out, or use --evenpipe-schedule 1f1b"
-    if bpipe:
-        yield from refusals_of(args, _ARGUMENTS_WITH_BPIPE_TOO, "leave it, or --bpipe, out")
-    yield from refused_with_two_versions(args, remedy)
-    yield from refusals_of(args, _ARGUMENTS_WITH_TWO_VERSIONS, remedy)
 
 
 def refused_settings(settings: Any, bpipe: bool, halves: bool = False, swaps: bool = False) -> Iterator[Refusal]:

@@ -9,11 +9,9 @@ from typing import Final
 import torch
 
 from evenpipe.megatron.grouping import group_size
-from evenpipe.megatron.in_place import refused_in_place
 from evenpipe.megatron.unsupported import (
     Refusal,
     overlaps,
-    refused_arguments,
     refused_in_a_v,
     refused_settings,
     refused_with_search,
@@ -21,6 +19,7 @@ from evenpipe.megatron.unsupported import (
     unlike_a_v,
 )
 from evenpipe.megatron.vee import check_placement
+from evenpipe.megatron.without_flushes import refused_arguments
 from evenpipe.megatron_lm.delayed import too_old_engine
 from evenpipe.megatron_lm.flags import ArgumentError
 from evenpipe.report.files import check_writable
@@ -67,13 +66,12 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
             raise ArgumentError(f"{asked} with --overlap-moe-expert-parallel-comm: {said}") from None
         for line in _with_megatrons(config, args):
             raise ArgumentError(line)
-        with_two_versions = refused_arguments(args, config.bpipe) if config.streams else ()
-        in_place = refused_in_place(args) if config.streams and not config.delayed else ()
+        streaming = refused_arguments(args, not config.delayed, config.bpipe) if config.streams else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
         with_search = refused_with_search(args) if "times" in config.spec.needs else ()
         settings = refused_settings(args, config.bpipe, "split" in spec.needs, config.swap is not None)
         in_a_v = refused_in_a_v(args) if "vee" in _needed(config, args) else ()
-        refused = (*settings, *with_two_versions, *in_place, *with_tuning, *with_search, *in_a_v)
+        refused = (*settings, *streaming, *with_tuning, *with_search, *in_a_v)
         for refusal in refused or _refused_capture(config, args):
             raise ArgumentError(f"{asked}: {refusal.why}: {refusal.remedy}")
 

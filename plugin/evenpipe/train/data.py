@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from evenpipe.train.options import BUILTIN_TEXT, OptionsError, TrainOptions
+from evenpipe.train.fields import BUILTIN_TEXT
+from evenpipe.train.options import OptionsError, TrainOptions
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Final
 
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.machine import check_room
-from evenpipe.train.options import OptionsError, TrainOptions, device_type
+from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.ownership import Disturbed, owned
 from evenpipe.train.result import STOPPING, Failure, Iteration, Note, Results, RunResult, Saved, Stopping
+from evenpipe.train.rules import device_type
 from evenpipe.wording.printable import printable
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from evenpipe.planner.group_memory import StageMemory
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.runtime.processes import ChildFailed, answer_of, free_bytes
 from evenpipe.schedule import links, loop
-from evenpipe.train.options import RULES, OptionsError, TrainOptions, device_type, fits_this_machine
+from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.rules import RULES, device_type, fits_this_machine
 
 __all__ = ["PlannedRun", "ProfileError", "check_memory", "check_room", "least_bytes", "stage_memories", "stage_memory"]
 

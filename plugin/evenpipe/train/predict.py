@@ -13,8 +13,9 @@ from evenpipe.report.bubbles import waits_in
 from evenpipe.schedule import KINDS, Cost, Program, Size
 from evenpipe.simulate import Costs, Simulation, simulate, simulation_document
 from evenpipe.train.engines import ENGINES
-from evenpipe.train.options import TrainOptions, device_type
+from evenpipe.train.options import TrainOptions
 from evenpipe.train.result import RunResult
+from evenpipe.train.rules import device_type
 
 __all__ = ["last_program", "measured_costs", "predict", "predicted_peaks", "run_document", "through_the_stages"]
 

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 
-from evenpipe.megatron_lm.two_bw.training import ExitDecision
+from evenpipe.megatron_lm.two_bw.exit import ExitDecision
 from evenpipe.schedule import find
 from evenpipe.two_bw.gradients import Gradients
 from evenpipe.two_bw.stream import TwoBW

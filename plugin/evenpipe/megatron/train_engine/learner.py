@@ -29,7 +29,8 @@ from evenpipe.megatron.vee import part_of
 from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.train import data
 from evenpipe.train.engine import FailureContext
-from evenpipe.train.options import EXPERTS_OF_A_TOKEN, TrainOptions
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.rules import EXPERTS_OF_A_TOKEN
 
 __all__ = [
     "Learner",

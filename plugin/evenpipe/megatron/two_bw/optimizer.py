@@ -15,12 +15,11 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from evenpipe.megatron.in_place import refused_in_place
 from evenpipe.megatron.two_bw.buckets import say_what_is_under_way
 from evenpipe.megatron.two_bw.figures import local_figures
 from evenpipe.megatron.two_bw.quantised import Quantised
 from evenpipe.megatron.two_bw.routers import Routers
-from evenpipe.megatron.unsupported import refused_with_two_versions
+from evenpipe.megatron.without_flushes import refused_without_flushes
 from evenpipe.runtime.exchange import JointExchange
 from evenpipe.runtime.heartbeat import hearing
 from evenpipe.runtime.weight_versions import Alias, WeightVersions
@@ -52,10 +51,8 @@ class TwoBWOptimizer(Gradients):
     def __init__(self, model: Sequence[Any], optimizer: Any, in_place: bool = False) -> None:
         self._config = get_model_config(model[0])
         for settings in (self._config, model[0].ddp_config, optimizer.config):
-            for refusal in refused_with_two_versions(settings):
-                raise ValueError(f"2bw: {refusal}")
-            for refusal in refused_in_place(settings) if in_place else ():
-                raise ValueError(f"paci: {refusal}")
+            for refusal in refused_without_flushes(settings, in_place):
+                raise ValueError(f"{'paci' if in_place else '2bw'}: {refusal}")
         _check_steps(optimizer)
         self._model = list(model)
         self._optimizer = optimizer

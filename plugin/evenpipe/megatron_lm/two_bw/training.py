@@ -6,13 +6,14 @@ import functools
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from evenpipe.megatron.supported import MEGATRON_CORE, PARALLEL_STATE, RELEASES, Changes, core_patch, expected, members
 from evenpipe.megatron.symbols import training_expected, training_patch
-from evenpipe.megatron_lm.hooks import save_patch, set_up_patch, with_values
+from evenpipe.megatron_lm.hooks import save_patch, set_up_patch
 from evenpipe.megatron_lm.log import say, say_on_last_rank, show_figures
+from evenpipe.megatron_lm.two_bw.exit import ExitDecision
 from evenpipe.two_bw.log import StepLog
 from evenpipe.upstream import PRESENT, Patch, PatchSet, UpstreamError
 from evenpipe.upstream.ending import end_job
@@ -20,11 +21,10 @@ from evenpipe.upstream.ending import end_job
 if TYPE_CHECKING:
     from evenpipe.megatron.two_bw import StreamSchedule
     from evenpipe.megatron.two_bw.expert_losses import ExpertLosses
-    from evenpipe.runtime.exchange import Exchange
     from evenpipe.schedule import DelayCorrection
     from evenpipe.two_bw.stream import TwoBW
 
-__all__ = ["CALLED", "ExitDecision", "TwoBWLoop", "two_bw_patches"]
+__all__ = ["CALLED", "TwoBWLoop", "two_bw_patches"]
 
 _AND = "logical_and_across_model_parallel_group"
 _MAX = "reduce_max_stat_across_model_parallel_group"
@@ -38,6 +38,22 @@ _EXPERTS: Mapping[str, Changes] = {
     },
     f"{_MOE}.moe_logging:MoEMetricsTracker._sync_metrics": {"0.18": "(self, metric_names, pg_collection=None)"},
 }
+_JOINING: Final = (
+    (
+        "hashes",
+        "megatron.core.utils:check_param_hashes_across_dp_replicas",
+        "a check that replicas have the same weights",
+        "(model, cross_check=False)",
+    ),
+    (
+        "stragglers",
+        "megatron.core.utils:StragglerDetector.report",
+        "a report of --log-straggler",
+        "(self, total_flops=0.0, log_interval=0)",
+    ),
+    ("energy", "megatron.core.energy_monitor:EnergyMonitor.lap", "a reading of --log-energy", "(self)"),
+)
+"""Functions in which Megatron joins all ranks, at an interval of the user's."""
 CALLED: Final = (
     *training_expected(
         "megatron.training:get_signal_handler",
@@ -221,73 +237,6 @@ class TwoBWLoop:
             return save(iteration, model, self._two_bw, folder, write)
 
 
-class ExitDecision:
-    """Stands around Megatron's `checkpoint_and_decide_exit`, which gathers two answers from all ranks, and waits.
-
-    Each iteration, every rank gives whether it got a signal (`--exit-signal-handler`) or its time is up
-    (`--exit-duration-in-mins`), and takes what the others gave an iteration before. Only when one of them would stop
-    does Megatron see its flag: it gathers again, saves, and stops, one iteration later than it would have. `ending` is
-    called before the training loop is left. Answers travel with the figures of the steps of `two_bw`.
-    """
-
-    def __init__(self, args: Namespace, two_bw: TwoBW, ending: Callable[[], None]) -> None:
-        self._args = args
-        self._two_bw = two_bw
-        self._ending = ending
-        self._handles_signal = bool(args.exit_signal_handler)
-        self._minutes: float | None = args.exit_duration_in_mins
-        self._exchange: Exchange | None = None
-
-    def made_by(self, decide: Callable[[], bool]) -> bool:
-        """Return the answer of `decide`, Megatron's function; all ranks call it in every iteration."""
-        signalled, expired = self._gathered()
-        if signalled or expired:
-            self._ending()
-        with with_values(
-            self._args,
-            exit_signal_handler=self._handles_signal and signalled,
-            exit_duration_in_mins=self._minutes if expired else None,
-        ):
-            stops = decide()
-        if stops:
-            self._ending()
-        return stops
-
-    def with_users_flags(self) -> AbstractContextManager[Any]:
-        """Inside, Megatron's arguments are the user's: what is saved of them is."""
-        return with_values(self._args, exit_signal_handler=self._handles_signal, exit_duration_in_mins=self._minutes)
-
-    def _gathered(self) -> tuple[bool, bool]:
-        """Return whether any rank had got a signal an iteration before, and whether any rank's time was up."""
-        if not self._handles_signal and not self._minutes:
-            return False, False
-        if self._exchange is None:
-            import torch
-
-            from evenpipe.runtime.exchange import Exchange
-
-            self._exchange = Exchange.among_all(2, torch.device(torch.cuda.current_device()))
-        self._two_bw.start_waiting(self)
-        rows = self._exchange.finish() if self._exchange.under_way else []
-        answers = [self._got_signal(), self._time_is_up()]
-        self._two_bw.start_with_figures(self, functools.partial(self._exchange.start, answers))
-        return any(row[0] for row in rows), any(row[1] for row in rows)
-
-    def _got_signal(self) -> bool:
-        if not self._handles_signal:
-            return False
-        from megatron.training import get_signal_handler
-
-        return bool(get_signal_handler()._signal_received)
-
-    def _time_is_up(self) -> bool:
-        if not self._minutes:
-            return False
-        from megatron.training import training
-
-        return bool((time.time() - training._TRAIN_START_TIME) / 60.0 > self._minutes)
-
-
 def two_bw_patches(training: Any) -> list[Patch]:
     """Return the patches of every release, without a look at the installed one or at `training`."""
     interrupted = functools.partial(TwoBWLoop.interrupted, training)
@@ -313,6 +262,29 @@ def two_bw_patches(training: Any) -> list[Patch]:
             "megatron.training.training:print_datetime",
             interrupted,
             "2bw: a barrier before Megatron exits, at which nothing may be under way",
+        ),
+        training_patch(
+            "save-and-time",
+            "megatron.training.training:save_checkpoint_and_time",
+            interrupted,
+            "2bw: before it saves, Megatron waits for the whole device (since 0.17); nothing may be under way then",
+        ),
+        training_patch(
+            "lengths",
+            "megatron.training.training:consume_seqlen_stats_in_iteration",
+            _lengths_unknown,
+            "2bw: lengths of packed sequences are summed over all ranks in every iteration, for the logged throughput",
+        ),
+        *(
+            core_patch(
+                name,
+                symbol,
+                interrupted,
+                f"2bw: {what} joins all stages; nothing may be under way then, and weights are the newest",
+                signature,
+                rebinds=True,
+            )
+            for name, symbol, what, signature in _JOINING
         ),
         *(
             core_patch(
@@ -378,6 +350,11 @@ def two_bw_patches(training: Any) -> list[Patch]:
             for module in ("megatron.training.utils", "megatron.training.utils.common_utils")
         ),
     ]
+
+
+def _lengths_unknown(original: Callable[..., Any]) -> tuple[None, None]:
+    """Return what Megatron does where nothing is packed: it then counts each row as one whole sequence."""
+    return None, None
 
 
 @contextmanager
