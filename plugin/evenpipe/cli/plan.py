@@ -15,6 +15,7 @@ from evenpipe.cli.estimate import (
     add_what_and_where,
     computed_in,
     framework_named,
+    check_precisions,
     in_precision,
     known_names,
     model_and_cluster,
@@ -121,6 +122,7 @@ class _Listed:
 def _each_asked(arguments: Namespace, of: Model, nodes: Cluster) -> list[Run]:
     """Return a run for each precision and dispatcher that is named, with what else is asked for."""
     names: tuple[str, ...] = arguments.precision or ()
+    check_precisions(arguments, names)
     plain = names[0] if len(names) == 1 and names[0] in get_args(Precision) else None
     precision, attention = computed_in(
         Namespace(framework=arguments.framework, precision=plain, attention=arguments.attention), nodes
