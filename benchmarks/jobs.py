@@ -57,7 +57,7 @@ NEXT_TO_NO_BUBBLE: Final = (
 )
 SMALL: Final = ("--cases", "4x4", "8x8", "--repeats", "3", "--batches", "6")
 JOBS: Final = (
-    Job("demo", 0.5, (*EVENPIPE, "demo"), "demo.png", result=False),
+    Job("demo", 0.5, (*EVENPIPE, "demo"), result=False),
     Job("page", 0.2, script("page_picture"), "report.png", result=False),  # of the page that the demo has written
     Job(
         "partition",
@@ -93,5 +93,6 @@ JOBS: Final = (
     Job("figures_bpipe", 1, script("figures_bpipe"), "figures_bpipe.png"),
     Job("figures_2bw", 1, script("figures_2bw"), "figures_2bw.png"),
     Job("figures_ada_grouper", 1, script("figures_ada_grouper"), "figures_ada_grouper.png"),
+    Job("gain", 0.1, script("gain_picture"), "gain.png", result=False),
     Job("scale", 10, script("scale"), "scale.png", timed=True),
 )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import io
+import re
 import time
 from argparse import Namespace
 
 import pytest
 from rich.console import Console
 
+from evenpipe.cli import fit
 from evenpipe.cli import progress as shown
 from evenpipe.cli.progress import progress
 from evenpipe.cli.verbosity import speaking
+from evenpipe.fitting import answers
 
 
 def text_of(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> str:
@@ -40,3 +44,17 @@ def test_quiet_shows_none_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
     with speaking(Namespace(quiet=True, verbose=False)):
         assert not text_of(monkeypatch, True).strip()
     assert "profiling" in text_of(monkeypatch, True)
+
+
+def test_lines_are_for_a_file_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(shown, "console_of", lambda stderr: Console(file=file, force_terminal=False, width=80))
+    with progress("train", "starts", lines=True) as show:
+        show("stock: iteration 1/2", 1, 2)
+    assert file.getvalue().strip() == "stock: iteration 1/2"
+
+
+def test_every_step_of_fit_has_its_share_of_the_time() -> None:
+    named = re.findall(r'asked\.step\("([^"]+)"\)', inspect.getsource(answers))
+    assert named == list(fit._BEHIND)
+    assert sorted(fit._BEHIND.values()) == list(fit._BEHIND.values())

@@ -32,6 +32,19 @@ def test_each_command_is_run_by_some_test():
         assert f'commands_of("{kind_of(words)}")' in (ROOT / RUN_BY[kind_of(words)]).read_text(), words
 
 
+def test_the_first_screen_has_the_command_the_picture_and_what_needs_no_gpu():
+    screen = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    assert len(screen.rstrip().splitlines()) <= 40
+    for wanted in (
+        "evenpipe run pretrain_gpt.py",
+        "](docs/gain.png)",
+        "| your problem |",
+        "**Leave it out**",
+        "make demo",
+    ):
+        assert wanted in screen
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where commands run, each beside the files of those before it."""

@@ -83,9 +83,9 @@ def test_flags_say_what_they_are_made_of(features: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changed", "where", "said"),
     [
-        ({"quantized": "tensorwise"}, "8x8-a100-80gb", "fp8_format: a100-80gb has no fp8"),
-        ({"quantized": "nvfp4"}, "8x8-h100", "fp4_format: h100 has no fp4"),
-        ({"quantized": "mxfp8"}, "8x8-h100", "fp8_recipe=mxfp8: h100 has no MXFP8"),
+        ({"quantized": "tensorwise"}, "8x8-a100-80gb", "products in tensorwise: a100-80gb has no fp8"),
+        ({"quantized": "nvfp4"}, "8x8-h100", "products in nvfp4: h100 has no fp4"),
+        ({"quantized": "mxfp8"}, "8x8-h100", "products in mxfp8: h100 has no MXFP8"),
         ({"quantized": "nvfp4", "quantized_parameters": True}, "8x8-b200", "weights are not kept in nvfp4"),
         ({"quantized": "mxfp8", "precision": "fp32"}, "8x8-b200", "not fp32"),
         ({"quantized_attention": True}, "8x8-h100", "quantized_attention: nothing is quantized"),

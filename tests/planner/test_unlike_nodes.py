@@ -212,7 +212,7 @@ def test_tensor_parallel_ranks_are_never_on_two_kinds(tmp_path: Path) -> None:
 
 
 def test_a_precision_is_one_of_every_kind(tmp_path: Path) -> None:
-    with pytest.raises(EstimateError, match="fp8_format: a100-80gb has no fp8"):
+    with pytest.raises(EstimateError, match="products in tensorwise: a100-80gb has no fp8"):
         estimate(MODEL, listed(tmp_path, MIXED), Run(64, stages=4, data=8, quantized="tensorwise"), MEGATRON)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from typing import Final
 
 from evenpipe.cli.parser import Commands, RunFailed, UsageError, add_command
@@ -19,6 +18,7 @@ from evenpipe.report.figures import Limit, draw_limit
 from evenpipe.schedule import Programs
 from evenpipe.train.machine import PlannedRun, ProfileError, stage_memory
 from evenpipe.train.options import TrainOptions
+from evenpipe.upstream.installed import has_module
 
 __all__ = ["add_to"]
 
@@ -104,7 +104,7 @@ def _plan(arguments: Namespace) -> tuple[TrainOptions, int]:
 
 
 def _profile(options: TrainOptions, device: str | None) -> tuple[StageMemory, ...]:
-    if find_spec("megatron") is None:
+    if not has_module("megatron.core"):
         raise UsageError("megatron-core is not installed: pip install 'evenpipe[megatron]'")
     try:
         return stage_memory(options, device)

@@ -43,6 +43,7 @@ __all__ = [
     "add_model",
     "add_to",
     "add_what_and_where",
+    "check_precisions",
     "computed_in",
     "framework_named",
     "in_precision",
@@ -120,6 +121,22 @@ def computed_in(arguments: Namespace, nodes: Cluster) -> tuple[Precision | None,
         return arguments.precision, arguments.attention
     unfused: Attention | None = None if arguments.framework == "deepspeed" else "unfused"
     return arguments.precision or "fp16", arguments.attention or unfused
+
+
+def check_precisions(arguments: Namespace, names: Sequence[str]) -> None:
+    """Raise UsageError where a flag of 8 or 4 bits asks for other products than every one of these precisions."""
+    if not names or set(names) & {"fp8", *get_args(Precision)}:
+        return
+    four_bits = "nvfp4" in names
+    for option, agrees in (
+        ("fp8_recipe", arguments.fp8_recipe in names),
+        ("fp8_format", set(names) != {"nvfp4"}),
+        ("fp4_format", four_bits),
+        ("fp4_recipe", four_bits),
+    ):
+        if (value := getattr(arguments, option)) is not None and not agrees:
+            flag = f"--{option.replace('_', '-')} {value}"
+            raise UsageError(f"{flag}: contradicts --precision {','.join(names)}: leave one of them out")
 
 
 def in_precision(asked: Run, name: str, recipe: str | None) -> Run:
@@ -341,6 +358,7 @@ def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
             "that, or leave --evenpipe-delay-correction out"
         )
     name = arguments.precision
+    check_precisions(arguments, [] if name is None else [name])
     plain = Namespace(**vars(arguments) | {"precision": name if name in get_args(Precision) else None})
     precision, attention = computed_in(plain, nodes)
     switches = {option.replace("-", "_"): getattr(arguments, option.replace("-", "_")) for option in _SWITCHES}

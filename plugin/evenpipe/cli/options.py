@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenpipe.cli.parser import Parser, UsageError, add_schedule
+from evenpipe.cli.progress import progress
 from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, seed, whole, write
 from evenpipe.cli.verbosity import say, warn
 from evenpipe.order_search.costs import FORMAT, RunCosts
@@ -117,7 +118,9 @@ def _searched(arguments: Namespace, queues: Queues) -> Program:
 
     costs, sizes = parts_from(arguments, f"--schedule {SEARCHED}"), (arguments.stages, arguments.micro_batches)
     split = not arguments.whole_backwards
-    program = searched(costs, *sizes, effort_from(arguments), split=split, queues=queues, told=told).program
+    effort = effort_from(arguments)
+    with progress(arguments.command, f"searches; annealing takes about {effort.seconds:g} s of one core"):
+        program = searched(costs, *sizes, effort, split=split, queues=queues, told=told).program
     if any(program.schedule.evictions):
         warn("searched: stages evict to their partners: a run by this table needs --bpipe")
     if SWAP_OUT in program.schedule.table.letters:

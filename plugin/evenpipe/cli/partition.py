@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +26,7 @@ from evenpipe.report.figures import Division, draw_divisions
 from evenpipe.report.files import is_special, write_atomically
 from evenpipe.schedule import ScheduleError, find
 from evenpipe.settings.spelling import in_flags
+from evenpipe.upstream.installed import has_module
 
 if TYPE_CHECKING:
     from evenpipe.cli.partition_sources import Source
@@ -42,7 +42,7 @@ def show_layout(arguments: Namespace) -> int:
 
     UsageError for flags that there is no layout for.
     """
-    if find_spec("megatron") is None:
+    if not has_module("megatron.core"):
         raise UsageError("megatron-core is not installed: pip install 'evenpipe[megatron]'")
     if not arguments.flags:
         raise UsageError(

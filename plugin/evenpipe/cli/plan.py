@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from evenpipe.cli.estimate import (
     AS_LOGGED,
     PRECISIONS,
     add_what_and_where,
+    check_precisions,
     computed_in,
     framework_named,
     in_precision,
@@ -125,6 +127,7 @@ class _Listed:
 def _each_asked(arguments: Namespace, of: Model, nodes: Cluster) -> list[Run]:
     """Return a run for each precision, type of gradients and dispatcher that is named, with what else is asked for."""
     names: tuple[str, ...] = arguments.precision or ()
+    check_precisions(arguments, names)
     plain = names[0] if len(names) == 1 and names[0] in get_args(Precision) else None
     precision, attention = computed_in(
         Namespace(framework=arguments.framework, precision=plain, attention=arguments.attention), nodes
@@ -337,11 +340,16 @@ def _run(arguments: Namespace) -> None:
 def search_shown(command: str, question: Question, top: int, with_front: bool = False) -> Found:
     """Return what a search finds, with its progress on a terminal.
 
-    How long it still takes is not known: of runs that are left, most need no simulation, and a few take a second.
+    The time left is from the pace of runs and groups of them that were weighed; groups become runs, so it may grow.
     """
     with progress(command, "weighs runs") as show_progress:
-        said = "{:,} runs simulated, {:,} to weigh"
-        return search(question, top, lambda runs, left: show_progress(said.format(runs, left)), with_front)
+        weighed = itertools.count()
+
+        def told(simulated: int, left: int) -> None:
+            done = next(weighed)
+            show_progress(f"{simulated:,} runs simulated; weighed", done, done + left)
+
+        return search(question, top, told, with_front)
 
 
 def _recipe_of(arguments: Namespace, question: Question, best: PlannedRun) -> str:

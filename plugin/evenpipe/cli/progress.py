@@ -39,18 +39,24 @@ class _Times(ProgressColumn):
 
 
 @contextmanager
-def progress(command: str, first: str) -> Iterator[Show]:
-    """Yield what shows the progress of a command; nothing is shown after -q, or where standard error is no terminal."""
+def progress(command: str, first: str, lines: bool = False) -> Iterator[Show]:
+    """Yield what shows the progress of a command; nothing is shown after -q, or where standard error is no terminal.
+
+    lines: where it is none, print a line for whatever is done.
+    """
     console = console_of(stderr=True)
     columns = (SpinnerColumn(), TextColumn(f"{command}: {{task.description}},"), _Times())
-    with Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and speaks())) as shown:
+    shows, prints = console.is_terminal and speaks(), lines and not console.is_terminal and speaks()
+    with Progress(*columns, console=console, transient=True, disable=not shows) as shown:
         number = shown.add_task(first, total=None)
         (task,) = shown.tasks
 
         def show(what: str, done: int = 0, total: int = 0) -> None:
-            if (total or None) != task.total:  # the pace of other parts tells nothing of these
+            if prints:
+                console.print(what, soft_wrap=True)
+            if not total or done < task.completed:  # the pace of other parts tells nothing of these
                 shown.reset(number)
-                task.total = total or None
+            task.total = total or None
             shown.update(number, description=what, completed=done)
 
         yield show

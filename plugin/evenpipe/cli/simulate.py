@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from argparse import Namespace
@@ -23,6 +24,7 @@ from evenpipe.cli.options import (
     write_simulated,
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.progress import progress
 from evenpipe.cli.shown import console_of, print_prose, print_table
 from evenpipe.cli.values import bandwidth_gbps, duration_ms, durations_ms, mebibytes, write
 from evenpipe.order_search.costs import held_bytes
@@ -137,7 +139,7 @@ def _run(arguments: Namespace) -> None:
 
 
 def _run_front(arguments: Namespace) -> None:
-    from evenpipe.simulate.front import front
+    from evenpipe.simulate.front import LEVELS, front
 
     for option in ("schedule", "trace", "one_queue", *_TIMES):
         if getattr(arguments, option):
@@ -146,7 +148,15 @@ def _run_front(arguments: Namespace) -> None:
     costs = parts_from(arguments, "--front")
     try:
         split = not arguments.whole_backwards
-        found = front(costs, arguments.stages, arguments.micro_batches, effort_from(arguments), split, told)
+        effort, fronts = effort_from(arguments), 1 if costs.peer_bytes_per_ms is None else 2
+        with progress("simulate", "searches") as show:
+            number = itertools.count()
+
+            def begun(line: str) -> None:
+                told(line)
+                show("amounts of memory", next(number), fronts * len(LEVELS))
+
+            found = front(costs, arguments.stages, arguments.micro_batches, effort, split, begun)
     except ScheduleError as error:
         raise UsageError(in_flags(error)) from error
     title = f"{arguments.stages} stages, {arguments.micro_batches} micro-batches"

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import sys
 from argparse import SUPPRESS, Namespace, _ArgumentGroup
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
 from evenpipe.cli.parser import RunFailed, UsageError, add_schedule
-from evenpipe.cli.shown import console_of
-from evenpipe.cli.verbosity import speaks
+from evenpipe.cli.progress import progress
 from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.launch import StageFailed, Stopped, run_cases
 from evenpipe.train.machine import check_memory
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.result import Iteration, RunResult
-from evenpipe.upstream.installed import too_old_torch
+from evenpipe.upstream.installed import has_module, too_old_torch
 
 __all__ = ["add_fields", "options_from", "run_training"]
 
@@ -56,15 +51,22 @@ def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[st
     options that turned out wrong.
     """
     for required in {ENGINES[options.engine].requires for options in cases}:
-        if required is not None and find_spec(required[0]) is None:
+        if required is not None and not has_module(required[0]):
             raise UsageError(required[1])
     if (said := too_old_torch()) is not None:
         raise UsageError(said)
     try:
         for options in cases:
             check_memory(options)
-        with _progress(names, cases[0].iterations) as show:
-            return run_cases(cases, show)
+        with progress(command, "starts", lines=True) as show:
+            each = cases[0].iterations
+
+            def told(done: Iteration) -> None:
+                number, found = done.iteration + 1, f"loss {done.loss:.4f}, {done.ms:,.0f} ms"
+                what = f"{names[done.case]}: iteration {number}/{each}, {found}"
+                show(what, done.case * each + number, len(cases) * each)
+
+            return run_cases(cases, told)
     except OptionsError as error:
         raise UsageError(str(error)) from None
     except StageFailed as failure:
@@ -72,29 +74,3 @@ def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[st
     except Stopped as stopped:
         print(f"evenpipe {command}: {stopped}", file=sys.stderr)
         raise SystemExit(128 + stopped.number) from None
-
-
-@contextmanager
-def _progress(names: Sequence[str], iterations: int) -> Iterator[Callable[[Iteration], None]]:
-    """Gives what to call after each iteration of a case; the cases are called `names`."""
-    console = console_of(stderr=True)
-    console.quiet = not speaks()
-    if not console.is_terminal:
-        yield lambda done: console.print(
-            f"{names[done.case]}: iteration {done.iteration + 1}/{iterations}, {_found(done)}",
-            soft_wrap=True,
-        )
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[last]}"))
-    with Progress(*columns, console=console) as progress:
-        tasks = [progress.add_task(name, total=iterations, last="starting", start=False) for name in names]
-
-        def show(done: Iteration) -> None:
-            progress.start_task(tasks[done.case])
-            progress.update(tasks[done.case], completed=done.iteration + 1, last=_found(done))
-
-        yield show
-
-
-def _found(done: Iteration) -> str:
-    return f"loss {done.loss:.4f}, {done.ms:,.0f} ms"

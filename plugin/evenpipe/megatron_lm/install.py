@@ -7,11 +7,12 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.megatron.symbols import training_patch
 from evenpipe.upstream import PatchSet
-from evenpipe.upstream.ending import apply_or_end, end_where_torch_is_too_old
+from evenpipe.upstream.ending import apply_or_end, end_job, end_where_torch_is_too_old
 from evenpipe.upstream.imports import when_imported
 
 if TYPE_CHECKING:
@@ -75,7 +76,31 @@ def _lay_out_first(original: Callable[..., Any], args: Namespace, *more: Any, **
 
     with ending_the_job():
         lay_out(args)
-    return original(args, *more, **others)
+    try:
+        return original(args, *more, **others)
+    except (AssertionError, ValueError) as error:
+        end_job(_refused_by_megatron(error, args))
+
+
+def _refused_by_megatron(error: Exception, args: Namespace) -> str:
+    """Return one line for a check of Megatron's that failed: what it says, and the likely remedy."""
+    at = extract_tb(error.__traceback__)[-1]
+    found = f"{str(error) or at.line} ({os.path.basename(at.filename)}:{at.lineno}, Megatron's check of the flags)"
+    processes, layers, stages = args.world_size, args.num_layers, args.pipeline_model_parallel_size
+    replica = stages * args.tensor_model_parallel_size * args.context_parallel_size
+    if processes % replica:
+        remedy = (
+            f"{processes} processes are no multiple of tensor × context × pipeline parallelism of {replica}: change "
+            "torchrun's --nproc-per-node or --nnodes, or --pipeline-model-parallel-size"
+        )
+    elif layers and layers % stages:
+        remedy = (
+            f"{layers} layers are no multiple of {stages} stages: change --num-layers, or say which stage has which by "
+            "--pipeline-model-parallel-layout (`evenpipe partition --megatron -- <flags>` finds one)"
+        )
+    else:
+        remedy = "change the flag that it names"
+    return f"{found}: {remedy}"
 
 
 def _start_first(original: Callable[..., Any], args: Namespace, *more: Any, **others: Any) -> Any:

@@ -366,11 +366,11 @@ class Run:
                     raise EstimateError(f"{name}: nothing is quantized: say how, with quantized")
             return
         if self.rate not in device.tflops:
-            raise EstimateError(f"{self.rate}_format: {device.name} has no {self.rate}: compute in bf16")
+            raise EstimateError(f"products in {self.quantized}: {device.name} has no {self.rate}: compute in bf16")
         if self.quantized == "mxfp8" and "fp4" not in device.tflops:  # what scales blocks of 32 has 4 bits too
-            raise EstimateError(f"fp8_recipe=mxfp8: {device.name} has no MXFP8: choose tensorwise or delayed")
+            raise EstimateError(f"products in mxfp8: {device.name} has no MXFP8: choose tensorwise or delayed")
         if self.precision == "fp32":
-            raise EstimateError(f"{self.rate}_format: goes with bf16 or fp16, not fp32: choose bf16")
+            raise EstimateError(f"products in {self.quantized}: go with bf16 or fp16, not fp32: choose bf16")
         if self.quantized_parameters and self.quantization.gathered_bytes is None:
             raise EstimateError(f"fp8_param_gather: weights are not kept in {self.quantized}: leave it out")
 

@@ -32,7 +32,7 @@ class EnginePackage(NamedTuple):
 
 _MEGATRON: Final = "evenpipe.megatron.train_engine.engine"
 _PLAIN: Final = "evenpipe.train.plain"
-_MEGATRON_CORE: Final = ("megatron", "megatron-core is not installed: pip install 'evenpipe[megatron]'")
+_MEGATRON_CORE: Final = ("megatron.core", "megatron-core is not installed: pip install 'evenpipe[megatron]'")
 #: By the value of --engine.
 ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
     {

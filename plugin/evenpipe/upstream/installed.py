@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-__all__ = ["OLDEST_TORCH", "too_old_torch", "wrong_apex"]
+__all__ = ["OLDEST_TORCH", "has_module", "too_old_torch", "wrong_apex"]
 
 
 OLDEST_TORCH: Final = (2, 10)
 """All of `tests/runtime` passes on it; of `tests/schedule` all but torch's own pipelines: gloo refused their first
 exchange. On 2.7 a store cannot be cloned, so that a wait holds up the heartbeat; 2.6 has no group's `shutdown`."""
+
+
+def has_module(name: str) -> bool:
+    """Return whether a module can be imported; an empty folder, as `pip uninstall` leaves one, is none."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # no parent; a module made by hand
+        return name in sys.modules
+    return spec is not None and spec.origin is not None
 
 
 def too_old_torch() -> str | None:
