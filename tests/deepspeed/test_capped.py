@@ -42,32 +42,43 @@ def _weights(ranks: list[dict[str, Any]]) -> set[tuple[str, str]]:
     ids=["1f1b", "gpipe", "uneven partition"],
 )
 def test_stages_stay_under_their_cap_and_train_to_the_stock_bits(section: dict[str, Any], tmp_path: Path) -> None:
-    (stock, whole, plain), said = run_cases(
+    stocks, ours = str(tmp_path / "stock"), str(tmp_path / "ours")
+    (stock, whole, plain, stock_resumed), said = run_cases(
         "train_tiny.py",
         [
-            {**_CASE, "config": {}},
+            {**_CASE, "config": {}, "save": stocks},
             {**_CASE, "measure": True, "config": {"evenpipe": section}},
             _swapping(_ENOUGH_GIB, section),
+            {**_CASE, "config": {}, "load": stocks},
         ],
         tmp_path,
     )
     [rooms] = re.findall(r"evenpipe: swap auto: nothing is swapped, for all fits; .* MiB by stage: ([\d. ]+)", said)
     used = _ENOUGH_GIB * _GIB - min(map(float, rooms.split())) * _MIB  # of the stage with the most weights
     peak = max(rank["peak_bytes"] for rank in whole)
-    found, said = run_cases(
-        "train_tiny.py", [_swapping((used + cap * peak) / _GIB, section) for cap in _CAPS], tmp_path
+    cases = [_swapping((used + cap * peak) / _GIB, section) for cap in _CAPS]
+    (*found, kept, changed), said = run_cases(
+        "train_tiny.py",
+        [*cases[:-1], {**cases[-1], "save": ours}, {**cases[-1], "load": ours}, {**cases[0], "load": ours}],
+        tmp_path,
     )
-    for ours in (plain, *found):
-        assert {rank["engine"] for rank in ours} == {"CappedEngine"}
-        assert [rank["losses"] for rank in ours] == [rank["losses"] for rank in stock]
-        assert _weights(ours) == _weights(stock)
-        assert all(rank["left"] == 0 for rank in ours)
+    assert said.count("evenpipe: swap auto: trains by the plan that was saved") == 1
+    assert said.count("evenpipe: swap auto: the checkpoint has no plan for these settings: measures again") == 1
+    for resumed in (kept, changed):
+        assert [rank["losses"] for rank in resumed] == [rank["losses"] for rank in stock_resumed]
+        assert _weights(resumed) == _weights(stock_resumed)
+    assert [rank["peak_bytes"] for rank in kept] == [rank["peak_bytes"] for rank in found[-1]]
+    for run in (plain, *found):
+        assert {rank["engine"] for rank in run} == {"CappedEngine"}
+        assert [rank["losses"] for rank in run] == [rank["losses"] for rank in stock]
+        assert _weights(run) == _weights(stock)
+        assert all(rank["left"] == 0 for rank in run)
     lines = re.findall(r"evenpipe: swap auto: swaps of each micro-batch by stage: [\d% ]+; room [^:]*: ([\d. ]+)", said)
-    assert len(lines) == len(_CAPS)
-    for cap, ours, line in zip(_CAPS, found, lines, strict=True):
+    assert len(lines) == len(_CAPS) + 1
+    for cap, run, line in zip(_CAPS, found, lines[:-1], strict=True):
         rooms = sorted(map(float, line.split()))
         assert rooms[0] * _MIB == pytest.approx(cap * peak, rel=0.02)
-        for rank in ours:
+        for rank in run:
             assert rank["peak_bytes"] <= 1.02 * float(line.split()[rank["stage"]]) * _MIB, (cap, rank["stage"])
 
 

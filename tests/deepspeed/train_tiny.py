@@ -55,6 +55,8 @@ class Case(NamedTuple):
     evaluate: bool = False
     measure: bool = False
     slow_host: bool = False  # copies to the host count as slow
+    save: str = ""  # a checkpoint in the end, to this folder
+    load: str = ""
     decay: str = ""  # of matrices only: the groups of parameters are a list, an optimizer's or a function's
 
 
@@ -222,11 +224,15 @@ def train(case: Case) -> dict[str, Any]:
         engine.executor.measure = True
     if case.slow_host:
         engine.executor.swaps.link.ms_a_byte = lambda: 1.0
+    if case.load:
+        engine.load_checkpoint(case.load)
     losses = []
     for _ in range(case.steps):
         losses.append(float(engine.train_batch(data_iter=data)).hex())
         if case.evaluate:
             losses.append(float(engine.eval_batch(data_iter=data)).hex())
+    if case.save:
+        engine.save_checkpoint(case.save)
     weights = {name: digest(weight) for name, weight in net.named_parameters()}
     found = {
         "engine": type(engine).__name__,

@@ -148,6 +148,9 @@ CASES = {
     "bare modules": Case(ddp=None, engines=(*ENGINES, HALVES)),
     "swaps": Case(engines=("megatron", *SWAPPED, *CAPS)),
     "swaps by a table": Case(calls=(Call(), Call()), engines=("megatron", TABLE)),
+    "caps, from one micro-batch on": Case(
+        calls=(Call(micro_batches=1), Call(), Call()), engines=("megatron", "measured", "cap 0.6")
+    ),
     "caps, uneven layout": Case(
         config={"num_layers": 8, "pipeline_model_parallel_layout": "Et|ttttt|tt|L"},
         engines=("megatron", "measured", *CAPS, RECOMPUTED),

@@ -166,7 +166,10 @@ def test_swaps_fit_the_worst_stage_under_a_cap(ranks: list[dict[str, Any]], name
     assert worst("swap 0.8 bpipe") < worst("swap 0.8")
 
 
-@pytest.mark.parametrize("name", ["swaps", "swaps of experts", "caps, uneven layout", "interleaved, swaps"])
+@pytest.mark.parametrize(
+    "name",
+    ["swaps", "swaps of experts", "caps, from one micro-batch on", "caps, uneven layout", "interleaved, swaps"],
+)
 def test_all_stages_fit_under_a_cap(ranks: list[dict[str, Any]], name: str) -> None:
     def worst(engine: str) -> int:
         return max(rank["cases"][name][engine]["counted"]["peak_bytes"] for rank in ranks)

@@ -1,12 +1,13 @@
 """Scripts that swap a share of what they save train to a stock run's bits, under a cap of its first stage's peak."""
 
 import re
+import shutil
 
 import pytest
 
 from tests.megatron_lm.launch import EXPERTS, LAYOUTS, differences, gpt_flags, launch
 
-ITERATIONS = 3
+ITERATIONS, FIRST = 3, 2
 #: Activations that outweigh the last stage's logits, so that the first stage is the worst.
 SIZES = ("--vocab-size", "128", "--seq-length", "128", "--max-position-embeddings", "128", "--hidden-size", "128")
 #: Of each share the part of 1F1B's peak that is left on the first of four stages, which has two micro-batches whole.
@@ -61,7 +62,7 @@ def test_stages_stay_under_a_cap_and_train_to_the_same_bits(megatron_lm, model, 
     """Of what the worst stage holds under 1F1B."""
     processes, parallel = LAYOUTS["PP4"]
     flags = [*gpt_flags(ITERATIONS), *SIZES, *parallel, "--bf16", *MODELS[model]]
-    flags += ["--save-interval", str(ITERATIONS), "--ckpt-format", "torch"]
+    flags += ["--save-interval", str(FIRST), "--ckpt-format", "torch"]
     stock = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--save", str(tmp_path / "stock")])
     assert len(stock.lines) == ITERATIONS
     swaps = [*flags, "--evenpipe-swap", "auto", "--memory-gib"]
@@ -72,14 +73,23 @@ def test_stages_stay_under_a_cap_and_train_to_the_same_bits(megatron_lm, model, 
     last = f"iter_{ITERATIONS:07d}"
     for cap in caps:
         folder = tmp_path / str(cap)
-        run = launch(
-            megatron_lm, "pretrain_gpt.py", processes, [*swaps, str((used + cap * peak) / 1024), "--save", str(folder)]
-        )
+        under = [*swaps, str((used + cap * peak) / 1024), "--save", str(folder)]
+        run = launch(megatron_lm, "pretrain_gpt.py", processes, under)
         assert run.lines == stock.lines
         assert differences(tmp_path / "stock" / last, folder / last) == []
         rooms = by_stage(run, "room for all of them, MiB")
         assert min(rooms) == pytest.approx(cap * peak, rel=0.02)
         assert all(held <= 1.02 * room for held, room in zip(by_stage(run, "peak saved MiB"), rooms, strict=True))
+    # Iterations that were trained by then are trained again, to the same bits.
+    shutil.copytree(folder / f"iter_{FIRST:07d}", tmp_path / "first" / f"iter_{FIRST:07d}")
+    (tmp_path / "first" / "latest_checkpointed_iteration.txt").write_text(str(FIRST))
+    resumed = launch(megatron_lm, "pretrain_gpt.py", processes, [*under, "--load", str(tmp_path / "first")])
+    assert f"checkpoint of iteration {FIRST}: trains by the plan that was saved" in resumed.output
+    assert "room for all of them" not in resumed.output
+    assert resumed.lines[-1] == stock.lines[-1]
+    assert differences(tmp_path / "stock" / last, folder / last) == []
+    held = [float(mib) for mib in re.findall(r"peak saved MiB: ([\d. ]+) \|", resumed.output)[0].split()]
+    assert held == pytest.approx(by_stage(run, "peak saved MiB"), rel=0.02)
     refused = launch(megatron_lm, "pretrain_gpt.py", processes, [*swaps, str((used + 0.01 * peak) / 1024)], check=False)
     assert re.search(
         r"no swaps( or recomputed layers)? keep stage \d under it: .*: give at least [\d.]+ GiB", refused.output

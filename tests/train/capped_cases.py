@@ -5,6 +5,7 @@ Argument: a folder (rank-<rank>.json out). A script of its own, forked after the
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -28,6 +29,8 @@ STAGES, MICRO_BATCHES, ROWS, WIDTH = 4, 8, 64, 32
 SCHEDULES = {"1f1b": (1, (0.9, 0.6, 0.45), 0.01), "interleaved": (2, (0.9, 0.6, 0.45), 0.01), "zb-h1": (1, (), 0.9)}
 #: A model of blocks whose copies to the host count as slow.
 SLOW_HOST = "blocks"
+#: Whose plan at a cap another run goes on by.
+RESUMED = "1f1b"
 _GIB, _ENOUGH_GIB, _MIB = 2**30, 1.0, 2**20
 
 
@@ -56,8 +59,8 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(MICRO_BATCHES * ROWS, WIDTH, generator=generator) for _ in range(2))  # type: ignore[return-value]
 
 
-def train(schedule: str, gib: float | None, said: list[str]) -> dict[str, Any]:
-    """Three batches: the losses and weights, and what each batch held and swapped."""
+def train(schedule: str, gib: float | None, said: list[str], state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Three batches, by the plan of a `state` if it is given: losses and weights, and what each held and swapped."""
     slow = schedule == SLOW_HOST
     name, chunks = ("1f1b", 1) if slow else (schedule, SCHEDULES[schedule][0])
     program = build(name, Size(STAGES, MICRO_BATCHES, chunks))
@@ -66,7 +69,7 @@ def train(schedule: str, gib: float | None, said: list[str]) -> dict[str, Any]:
     )
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
     capped.print_once = said.append  # what rank 0 prints
-    tuning = None if gib is None else SwapTuning(pipeline, optimizer, memory_gib=gib)
+    tuning = None if gib is None else SwapTuning(pipeline, optimizer, memory_gib=gib, state=state)
     if pipeline.executor.swaps is not None:
         pipeline.executor.swaps.link.ms_a_byte = lambda: float(slow)  # type: ignore[method-assign]
     torch.manual_seed(0)
@@ -81,7 +84,8 @@ def train(schedule: str, gib: float | None, said: list[str]) -> dict[str, Any]:
     pinned = 0 if pipeline.executor.swaps is None else pipeline.executor.swaps.link.memory.nbytes
     weights = [one.detach().sum().item().hex() for one in pipeline.parameters()]
     pipeline.close()
-    return {"losses": losses, "weights": weights, "counted": counted, "pinned": pinned}
+    kept = None if tuning is None else json.loads(json.dumps(tuning.state_dict()))
+    return {"losses": losses, "weights": weights, "counted": counted, "pinned": pinned, "state": kept}
 
 
 def run(rank: int, folder: Path) -> dict[str, Any]:
@@ -101,6 +105,10 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
         except ScheduleError as error:
             refused = str(error)
         found[schedule] = {"": whole, "enough": enough, **caps, "refused": refused, "peak": peak.item()}
+        if schedule == RESUMED:
+            lines = found["resumed said"] = []
+            found["resumed"] = train(schedule, (used + 0.6 * peak.item()) / _GIB, lines, caps["0.6"]["state"])
+            found["changed"] = train(schedule, (used + 0.45 * peak.item()) / _GIB, lines, caps["0.6"]["state"])
     said = []
     whole, enough = train(SLOW_HOST, None, said), train(SLOW_HOST, _ENOUGH_GIB, said)
     used = _ENOUGH_GIB * _GIB - min(map(float, said.pop().split(": ")[-1].split())) * _MIB

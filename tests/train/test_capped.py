@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from capped_cases import SCHEDULES, SLOW_HOST, STAGES
+from capped_cases import RESUMED, SCHEDULES, SLOW_HOST, STAGES
 
 from tests.reports import reports
 
@@ -34,6 +34,20 @@ def test_stages_stay_under_a_cap_and_train_to_the_same_bits(ranks: list[dict[str
             for held, swapped in found[str(cap)]["counted"][1:]:
                 assert held <= 1.02 * cap * peak
                 assert (swapped > 0) == (plain["counted"][-1][0] > cap * peak)
+
+
+def test_a_plan_that_was_saved_is_gone_by_from_the_first_batch_on_under_the_same_cap(ranks: list[dict[str, Any]]) -> None:
+    lines = ranks[0]["resumed said"]
+    assert lines[0] == "swap auto: trains by the plan that was saved"
+    assert lines[1] == "swap auto: what was saved is of another cap or schedule: measures again"
+    assert len(lines) == 3
+    for rank in ranks:
+        plain, before, peak = rank[RESUMED][""], rank[RESUMED]["0.6"], rank[RESUMED]["peak"]
+        for name in ("resumed", "changed"):
+            assert (rank[name]["losses"], rank[name]["weights"]) == (plain["losses"], plain["weights"])
+        assert rank["resumed"]["counted"] == [before["counted"][-1]] * 3
+        assert rank["changed"]["counted"][0] == before["counted"][0]
+        assert max(held for held, _ in rank["changed"]["counted"]) <= 1.02 * 0.45 * peak
 
 
 def test_layers_are_recomputed_where_copies_are_slow(ranks: list[dict[str, Any]]) -> None:

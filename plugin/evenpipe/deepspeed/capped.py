@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -21,39 +22,43 @@ __all__ = ["CappedEngine"]
 class CappedEngine(MeasuringEngine):
     """The engine of a section whose `swap` is "auto": each stage swaps and recomputes what keeps it under `memory_gib`.
 
-    As `SwapLoop` has it. A checkpoint has nothing of it: a resumed run's first batch is measured anew.
+    As `SwapLoop` has it. A checkpoint has the plan, and the settings that it was made for.
     """
+
+    _state_name: ClassVar[str] = "evenpipe_capped"
+    loop: SwapLoop
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """DeepSpeed's, with the swaps of the moment."""
         try:
             loss: Tensor = super().train_batch(data_iter)
-            self._swap_loop.end(self.executor, self._size(self.micro_batches), self._room, self._programs)
+            self.loop.end(self.executor, self._size(self.micro_batches), self._room, self._programs)
         except ScheduleError as error:
             given = self.evenpipe.memory_gib
             end_job(f"{NAME}.{'swap: auto' if given is None else f'memory_gib: {given:g}'}: {error}")
         return loss
 
     def _prepare(self) -> Any:
-        self._swap_loop = SwapLoop(lambda line: print_once(f"swap auto: {line}"))
+        self.loop = SwapLoop(_say)
         return super()._prepare()
 
     def _swap(self) -> HostLimit:
-        return self._swap_loop.limit
+        return self.loop.limit
 
     def _program(self, size: Size) -> Program:
-        return self._swap_loop.programs(self._programs, size)(size)
+        return self.loop.programs(self._programs, size)(size)
 
     def _train(self, micro_batches: int) -> None:
-        able, loop = self._able(), self._swap_loop
+        able, loop, size = self._able(), self.loop, self._size(micro_batches)
+        loop.look(size)
         loop.begin(self.executor, [able])
-        [count] = loop.layers(self._programs, self._size(micro_batches))
+        [count] = loop.layers(self._programs, size)
         with recomputing_layers(able[:count]):
             super()._train(micro_batches)
 
     @property
     def _weighs(self) -> bool:
-        return self._swap_loop.weighs
+        return self.loop.weighs
 
     def _size(self, micro_batches: int) -> Size:
         return Size(self.num_stages, micro_batches, group_size=self.group_size)
@@ -69,5 +74,21 @@ class CappedEngine(MeasuringEngine):
             return []
         return stateless([layer for layer in self.module.forward_funcs if isinstance(layer, nn.Module)])
 
-    def _state(self) -> None:
-        return None
+    def _state(self) -> dict[str, Any] | None:
+        return self._with_settings(super()._state())
+
+    def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None and self._is_of_these_settings(state):
+            self.loop.load_state_dict(state)
+            _say("trains by the plan that was saved")
+        else:
+            _say("the checkpoint has no plan for these settings: measures again")
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        ordered = {"schedule": self._programs.spec.name, "group_size": self.group_size}
+        return super()._settings | ordered
+
+
+def _say(line: str) -> None:
+    print_once(f"swap auto: {line}")

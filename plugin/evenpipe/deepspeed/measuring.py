@@ -18,6 +18,7 @@ from evenpipe.tuner.loop import AdaptiveLoop
 from evenpipe.tuner.part_watch import PartWatch
 from evenpipe.tuner.process_memory import Room, limit_bytes, storage_bytes
 from evenpipe.tuner.searching import SearchLoop
+from evenpipe.tuner.swapping import SwapLoop
 
 __all__ = ["MeasuringEngine"]
 
@@ -30,7 +31,7 @@ class MeasuringEngine(EvenPipeEngine):
     """
 
     _state_name: ClassVar[str]
-    loop: AdaptiveLoop | SearchLoop
+    loop: AdaptiveLoop | SearchLoop | SwapLoop
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._watch = PartWatch(kept=self._kept_bytes)
@@ -64,6 +65,28 @@ class MeasuringEngine(EvenPipeEngine):
 
     def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
         """Take the state of the loop whose checkpoint was loaded; None where there is none."""
+
+    def _with_settings(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return a loop's state with the settings that it was found under."""
+        return None if state is None else state | {"settings": self._settings}
+
+    def _is_of_these_settings(self, state: Mapping[str, Any] | None) -> bool:
+        """Return whether a state of `_with_settings` is of this memory and these settings."""
+        found = {"limit_bytes": self._limit_bytes, "settings": self._settings}
+        return state is not None and found.items() <= state.items()
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """Return what times and bytes of a micro-batch depend on."""
+        return {
+            "stages": self.num_stages,
+            "parts": list(self.module.parts),
+            "replicas": self.grid.data_parallel_size,
+            "micro_batch_size": self.micro_batch_size,
+            "precision": [self.bfloat16_enabled(), self.fp16_enabled()],
+            "zero": self.zero_optimization(),
+            "checkpointed": self.module.activation_checkpoint_interval,
+        }
 
     @property
     def _weighs(self) -> bool:

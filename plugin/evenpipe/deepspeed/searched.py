@@ -91,24 +91,11 @@ class ChoosingEngine(SearchedEngine):
         return loop
 
     def _state(self) -> dict[str, Any] | None:
-        state = super()._state()
-        return None if state is None else state | {"settings": self._settings}
+        return self._with_settings(super()._state())
 
     def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
-        if state is not None and state["limit_bytes"] == self._limit_bytes and state["settings"] == self._settings:
+        if state is not None and self._is_of_these_settings(state):
             self.loop.load_state_dict(state)
             self._say("trains by the schedule that was chosen")
         else:
             self._say("the checkpoint has no choice for these settings: chooses again")
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        """Return what times and bytes of a micro-batch depend on."""
-        return {
-            "stages": self.num_stages,
-            "replicas": self.grid.data_parallel_size,
-            "micro_batch_size": self.micro_batch_size,
-            "precision": [self.bfloat16_enabled(), self.fp16_enabled()],
-            "zero": self.zero_optimization(),
-            "checkpointed": self.module.activation_checkpoint_interval,
-        }

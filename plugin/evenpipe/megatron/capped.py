@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
-
-import torch.distributed as dist
 
 from evenpipe.megatron.adaptive.schedule import Tuning
 from evenpipe.megatron.grouping import group_size
 from evenpipe.megatron.recomputing import layers_of, obstacle, recomputing
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch
-from evenpipe.runtime.executor import Executor, Observer
+from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import Program, Size, Spec
 from evenpipe.tuner.swapping import SwapLoop
 
@@ -25,7 +23,7 @@ class CappedSchedule(PipelineSchedule):
 
     Layers are recomputed by Megatron itself, as `--recompute-method block` has it, unless `obstacle` rules that out. A
     call raises ScheduleError, on all ranks, where nothing keeps a stage under the cap. `tuning` may be replaced
-    before the first batch: its limit, static bytes and log count.
+    before the first batch: its limit, static bytes and log count. `iteration` does not matter.
     """
 
     def __init__(
@@ -40,6 +38,18 @@ class CappedSchedule(PipelineSchedule):
         self.loop = SwapLoop(tuning.log)
         super().__init__(schedule, False, observer, measure, connected, group_size, swap=self.loop.limit)
         self.tuning = tuning
+        self.iteration = 0
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what a run needs to train by the same plan, as JSON has it; None before there is one.
+
+        It is the same on all ranks.
+        """
+        return self.loop.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the first batch: go by the plan that `state_dict` gave, of a run with the same model and settings."""
+        self.loop.load_state_dict(state)
 
     def program(self, stages: int, micro_batches: int, chunks: int, settings: Any) -> Program:
         """Return the program of the next batch of so many micro-batches, with its swaps."""
@@ -48,9 +58,13 @@ class CappedSchedule(PipelineSchedule):
 
     def _train(self, **arguments: Any) -> list[Any]:
         call = self._call(**arguments)
+        size, batch = self._size(call), call.batch
+        self.loop.look(size)
+        executor = self._executor(call.pipeline, batch)
+        able = self.loop.weighs and obstacle(batch.config, batch.model) is None
+        # Megatron's checkpoints compute without gradients first, and its routers count tokens with gradients only.
+        self.loop.begin(executor, [layers_of(chunk) if able else [] for chunk in batch.model], repeats=False)
         losses = self._timed(self._carry_out, call)
-        size = self._size(call)
-        executor = self._executor(call.pipeline, call.batch)
         self.loop.end(executor, size, lambda: self.tuning.room(executor), self.programs)
         return losses
 
@@ -68,12 +82,3 @@ class CappedSchedule(PipelineSchedule):
 
     def _weighs(self, batch: Batch) -> bool:
         return self.loop.weighs
-
-    def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
-        executor = super()._executor(pipeline, batch)
-        if self.loop.weighs:
-            able = obstacle(batch.config, batch.model) is None
-            # Megatron's checkpoints compute without gradients first, and its routers count tokens with gradients only.
-            layers = [layers_of(chunk) if able else [] for chunk in batch.model]
-            self.loop.begin(executor, layers, repeats=False)
-        return executor

@@ -70,31 +70,39 @@ _CHOSEN: Final = SavedState(
     _placed_settings,
 )
 
-_CAPPED: Final = f"{flag('swap')} auto"
+_CAPPED: Final = SavedState(
+    f"{flag('swap')} auto",
+    "evenpipe_capped",
+    "trains by the plan that was saved",
+    "has no plan for these settings: measures again",
+    _settings,
+)
 
 
 class MeasuredTraining:
-    """A script's training by what it measures. `args` are Megatron's, `config` is what `asked`, a flag, asked for.
+    """A script's training by what it measures. `args` are Megatron's; `saved` is its state beside checkpoints.
 
     Make it once arguments are known, have Megatron's loop call it in the place of its forward-backward function, and
-    apply `measured_patches`. Where nothing fits the memory, the job ends with one line. It saves nothing: a resumed run
-    measures its first batch anew.
+    apply `measured_patches`. Where nothing fits the memory, the job ends with one line.
     """
 
     def __init__(
         self,
         config: EvenPipeConfig,
         args: Namespace,
-        asked: str,
+        saved: SavedState,
         schedule: AdaptiveSchedule | SearchedSchedule | CappedSchedule,
     ) -> None:
         self.args = args
         self.schedule = schedule
-        self._asked = asked if config.memory_gib is None else f"--memory-gib {config.memory_gib:g}"
+        self._saved = saved
+        self._asked = saved.asked if config.memory_gib is None else f"--memory-gib {config.memory_gib:g}"
         self._memory_gib = config.memory_gib
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """One batch, as Megatron's own function would."""
+        # Megatron may run an iteration again, which is to be cut as before.
+        self.schedule.iteration = self.args.curr_iteration
         try:
             return self.schedule(**arguments)
         except (PlanError, ScheduleError) as error:
@@ -110,48 +118,16 @@ class MeasuredTraining:
         self.schedule.tuning = self.schedule.tuning._replace(
             limit_bytes=limit, static_bytes=lambda: static_bytes(model, optimizer)
         )
-        self._resume(limit)
-
-    def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
-        """Called by all ranks in the place of Megatron's saving, which is `write`."""
-        return write()
-
-    def _resume(self, limit: int) -> None:
-        """Go on by what was saved under this limit in bytes, if anything was."""
-
-
-class SavedTraining(MeasuredTraining):
-    """The same, which saves beside Megatron's checkpoints what it has measured and decided."""
-
-    schedule: AdaptiveSchedule | SearchedSchedule
-
-    def __init__(
-        self,
-        config: EvenPipeConfig,
-        args: Namespace,
-        saved: SavedState,
-        schedule: AdaptiveSchedule | SearchedSchedule,
-    ) -> None:
-        super().__init__(config, args, saved.asked, schedule)
-        self._saved = saved
-
-    def __call__(self, **arguments: Any) -> list[Any]:
-        """One batch, as Megatron's own function would."""
-        # Megatron may run an iteration again, which is to be cut as before.
-        self.schedule.iteration = self.args.curr_iteration
-        return super().__call__(**arguments)
+        if (state := self._saved.resumed(self.args, limit)) is not None:
+            self.schedule.load_state_dict(state)
 
     def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
         """Called by all ranks in the place of Megatron's saving, which is `write`."""
         state = self.schedule.state_dict() if self.args.rank == 0 else None
         return write() if state is None else self._saved.save(self.args, iteration, folder, state, write)
 
-    def _resume(self, limit: int) -> None:
-        if (state := self._saved.resumed(self.args, limit)) is not None:
-            self.schedule.load_state_dict(state)
 
-
-class AdaptiveTraining(SavedTraining):
+class AdaptiveTraining(MeasuredTraining):
     """A script's training with --group-size auto."""
 
     schedule: AdaptiveSchedule
@@ -237,26 +213,28 @@ def training_for(
     if config.swap == "auto":
         from evenpipe.megatron.capped import CappedSchedule
 
-        tuning = Tuning(0, int, log=lambda line: say_on_last_rank(f"{_CAPPED}: {line}"))
+        tuning = Tuning(0, int, log=lambda line: say_on_last_rank(f"{_CAPPED.asked}: {line}"))
         capped = CappedSchedule(tuning, config.spec, observer, connected=connected, group_size=config.group_size)
-        return MeasuredTraining(config, args, _CAPPED, capped)
+        ordered = {"schedule": config.spec.name, "group_size": config.group_size}
+        saved = _CAPPED._replace(more=lambda args: _settings(args) | ordered)
+        return MeasuredTraining(config, args, saved, capped)
     if config.schedule == AUTO:
         from evenpipe.megatron.chosen import ChosenSchedule
 
         tuning = Tuning(0, int, log=lambda line: say(f"{AUTO}: {line}") if args.rank == 0 else None)
         chosen = ChosenSchedule(tuning, observer, connected=connected, schedule=spec_of(config, args))
-        return SavedTraining(config, args, _CHOSEN, chosen)
+        return MeasuredTraining(config, args, _CHOSEN, chosen)
     from evenpipe.megatron.searched import SearchedSchedule
 
     tuning = Tuning(0, int, config.retune_interval, log=lambda line: say_on_last_rank(f"{SEARCHED}: {line}"))
-    return SavedTraining(
+    return MeasuredTraining(
         config, args, _SEARCHED, SearchedSchedule(tuning, observer, connected=connected, swaps=config.swap is not None)
     )
 
 
 def measured_patches(training: Training) -> PatchSet:
     """Return what calls `training` with Megatron's model, optimizer and checkpoints."""
-    asked = f"{_AUTO}, {_SEARCHED.asked}, {_CHOSEN.asked}, {_CAPPED}"
+    asked = f"{_AUTO}, {_SEARCHED.asked}, {_CHOSEN.asked}, {_CAPPED.asked}"
     model_and_optimizer = f"{asked}: the first place that has model and optimizer, whose memory counts"
     set_up = set_up_patch(training, "model-and-optimizer", model_and_optimizer)
     save = save_patch(training, f"{asked}: what has been measured and decided is saved beside what Megatron saves")

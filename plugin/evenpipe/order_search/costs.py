@@ -27,7 +27,7 @@ from evenpipe.schedule.schedule import Fault, Schedule, marked
 from evenpipe.schedule.topology import Places, loop, partner, vee
 from evenpipe.wording.validation import first_message
 
-__all__ = ["FORMAT", "Part", "Placement", "RunCosts", "check_caps", "held_bytes"]
+__all__ = ["FORMAT", "Part", "Placement", "RunCosts", "check_caps", "held_bytes", "held_on"]
 
 FORMAT: Final = "evenpipe.costs/1"
 Placement = Literal["straight", "loop", "vee"]
@@ -193,20 +193,24 @@ def held_bytes(schedule: Schedule, costs: RunCosts) -> list[list[int]]:
     What is evicted, or swapped out, counts until it has to have left. Acceptors keep memory for all that is accepted at
     once, from the start to the end.
     """
-    places, parts = schedule.places, costs.recomputing(schedule.recomputed).parts
-    rows, swaps = [], SWAP_OUT in schedule.table.letters
-    for stage, row in enumerate(schedule.actions):
-        each = [(parts[places.position(stage, action.chunk)], action) for action in row]
-        held = accumulate(part.change(action) for part, action in each)
-        at_turn = (part.saved_bytes + part.grown_bytes if action.kind == BACKWARD else 0 for part, action in each)
-        gone = schedule.residencies[stage].gone.tolist()
-        left = [0, *accumulate(part.moving_bytes for part, action in each if action.kind == EVICT)]
-        left += left[-1:] * (gone[-1] - len(left) + 1 if gone else 0)  # an acceptor's guests leave its pool as it is
-        pool, awaited = _pool_bytes(schedule, stage, parts), awaited_swaps(row) if swaps else {}
-        swapped = accumulate(sum(each[out][0].moving_bytes for out in awaited.get(at, ())) for at in range(len(row)))
-        columns = zip(held, at_turn, gone, swapped, strict=True)
-        rows.append([pool + now + more - left[went] - out for now, more, went, out in columns])
-    return rows
+    parts = costs.recomputing(schedule.recomputed).parts
+    return [held_on(stage, schedule, parts) for stage in range(schedule.stages)]
+
+
+def held_on(stage: int, schedule: Schedule, parts: Sequence[Part]) -> list[int]:
+    """Return one stage's of :func:`held_bytes`; ``parts`` are all of the model's, as ``schedule`` recomputes them."""
+    row = schedule.actions[stage]
+    each = [(parts[schedule.places.position(stage, action.chunk)], action) for action in row]
+    held = accumulate(part.change(action) for part, action in each)
+    at_turn = (part.saved_bytes + part.grown_bytes if action.kind == BACKWARD else 0 for part, action in each)
+    gone = schedule.residencies[stage].gone.tolist()
+    left = [0, *accumulate(part.moving_bytes for part, action in each if action.kind == EVICT)]
+    left += left[-1:] * (gone[-1] - len(left) + 1 if gone else 0)  # an acceptor's guests leave its pool as it is
+    pool = _pool_bytes(schedule, stage, parts)
+    awaited = awaited_swaps(row) if SWAP_OUT in schedule.table.letters else {}
+    swapped = accumulate(sum(each[out][0].moving_bytes for out in awaited.get(at, ())) for at in range(len(row)))
+    columns = zip(held, at_turn, gone, swapped, strict=True)
+    return [pool + now + more - left[went] - out for now, more, went, out in columns]
 
 
 def _pool_bytes(schedule: Schedule, stage: int, parts: Sequence[Part]) -> int:

@@ -25,10 +25,14 @@ class HostLimit:
     """
 
     def __init__(self) -> None:
+        self.is_exceeded = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Between batches: nothing is known of what micro-batches save."""
         self.limit_bytes: float | None = None
         self.saved: dict[int, Saved] = {}
         self.share = 1.0
-        self.is_exceeded = False
         self._room: SwapRoom | None = None
 
     def begin(self, row: Sequence[Action]) -> None:

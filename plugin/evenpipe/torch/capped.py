@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,12 +26,18 @@ class SwapTuning:
     that changes its buffers, such as running statistics.
 
     optimizer: of this stage's parameters, whose state counts against memory_gib, what a process may hold; a GPU's
-    memory if left out. All ranks of all replicas make it alike, before the first batch. Raises ValueError, and `step`
-    ScheduleError, one line, where nothing keeps a stage under the cap.
+    memory if left out. state: what `state_dict` gave in a run of the same model and batches; that of another cap or
+    schedule is left, with a line. All ranks of all replicas make it alike, before the first batch. Raises ValueError,
+    and `step` ScheduleError, one line, where nothing keeps a stage under the cap.
     """
 
     def __init__(
-        self, pipeline: ModulePipeline, optimizer: torch.optim.Optimizer, *, memory_gib: float | None = None
+        self,
+        pipeline: ModulePipeline,
+        optimizer: torch.optim.Optimizer,
+        *,
+        memory_gib: float | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         schedule = pipeline.program.schedule
         needs = needs_of(schedule)
@@ -50,6 +57,18 @@ class SwapTuning:
         self._able = [_layers_of(chunk) for chunk in pipeline.chunks]
         self._plain = Programs(Spec.of(schedule, needs), queues=pipeline.executor.connections.queues)
         pipeline.executor.swap(self.loop.limit)
+        #: What a plan is of no use without.
+        self._settings = {"schedule": schedule.name, "size": list(self._size), "limit_bytes": self._limit_bytes}
+        if state is not None and self._settings.items() <= state.items():
+            self.loop.load_state_dict(state)
+            print_once("swap auto: trains by the plan that was saved")
+        elif state is not None:
+            print_once("swap auto: what was saved is of another cap or schedule: measures again")
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what a run needs to train by the same plan, as JSON has it; None before there is one."""
+        state = self.loop.state_dict()
+        return None if state is None else state | self._settings
 
     def step(self, *batch: Any, **named: Any) -> Tensor | None:
         """Return what the pipeline's `step` returns."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -34,21 +34,23 @@ class SwapLoop:
     do with. It shows what micro-batches save and take, and what recomputation of their layers would free. From the
     second on each stage goes the way that `planned` finds by simulation: nothing where all fits, else the smallest
     share that swaps at a level, with the first so many layers recomputed. Batches of another number of micro-batches
-    are decided anew.
+    are decided anew. A batch of one micro-batch does not show what the others save: the first of more is measured too.
 
-    Have the executor swap under `limit`, and measure a batch if it `weighs`. For each batch, a framework calls `begin`,
-    recomputes so many `layers`, trains by `programs`, and calls `end`. `log` is given a line for each decision.
+    Have the executor swap under `limit`, and measure a batch if it `weighs`. For each batch, a framework calls `look`
+    and `begin`, recomputes so many `layers`, trains by `programs`, and calls `end`. `log` is given a line for each
+    decision.
     """
 
     def __init__(self, log: Callable[[str], None] = lambda line: None) -> None:
         self.limit = HostLimit()
         self._log = log
-        self._room = Room(0, 0)
+        self._limit_bytes = 0
+        self._measured: tuple[int, list[list[float]]] = 0, []  # of a batch of so many micro-batches, a row a stage
         self._stages: list[CappedStage] = []
         self._found: dict[Size, tuple[Way, ...]] = {}
         self._said_exceeded = False
         self._own = 0
-        self._layers = 0
+        self._layers: int | None = None  # that the limit counts with
         self._watches: tuple[LayerWatch, PartWatch] | None = None
 
     @property
@@ -56,17 +58,26 @@ class SwapLoop:
         """Return whether the executor is to measure the next batch."""
         return not self._stages
 
+    def look(self, size: Size) -> None:
+        """Before anything of a batch of this size: see whether it is measured."""
+        if self._stages and self._measured[0] == 1 < size.micro_batches:
+            self._log(f"measures a batch of {size.micro_batches} micro-batches: one alone did not show what more save")
+            self._stages, self._layers = [], None
+            self._found.clear()
+            self.limit.forget()
+
     def begin(self, executor: Executor, layers: Sequence[Sequence[nn.Module]], repeats: bool = True) -> None:
         """Before a batch: `layers` can be recomputed, by model chunk, from the first on.
 
         `repeats` as in `LayerWatch`.
         """
+        self._own = executor.stage_index
         if self._stages or self._watches is not None:
             return
         watch = PartWatch(executor.observer)
         executor.observer, watch.timed = watch, True
         layer_watch = LayerWatch(layers, executor.counter, executor.clock, repeats)
-        self._own, self._watches = executor.stage_index, (layer_watch, watch)
+        self._watches = layer_watch, watch
 
     def programs(self, plain: Programs, size: Size) -> Programs:
         """Return `plain`, which swap nothing, with the swaps of batches of this size.
@@ -98,8 +109,10 @@ class SwapLoop:
     def end(self, executor: Executor, size: Size, room: Callable[[], Room], plain: Programs) -> None:
         """After a batch: take what was seen of the first one; `room` is asked then. Raises as `programs` does."""
         if not self._stages:
-            self._stages = self._gathered(executor, size, room())
-            self._expect(0)
+            known = room()
+            self._limit_bytes = known.limit_bytes
+            self._measured = size.micro_batches, self._gathered(executor, size, known)
+            self._stages = self._of_measured(size.chunks)
             self.ways(plain, size)
         elif self.limit.is_exceeded and not self._said_exceeded:
             self._said_exceeded = True
@@ -108,14 +121,38 @@ class SwapLoop:
                 "micro-batches save more than those of the first batch: give more memory"
             )
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what a run needs to train by the same plan, as JSON has it; None before there is one.
+
+        It is the same on all ranks.
+        """
+        if not self._stages:
+            return None
+        micro_batches, rows = self._measured
+        plans = [[list(size), [list(way) for way in ways]] for size, ways in self._found.items()]
+        chunks = len(self._stages[0].saved)
+        measured = {"micro_batches": micro_batches, "chunks": chunks, "rows": rows}
+        return {"limit_bytes": self._limit_bytes, "measured": measured, "plans": plans}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the first batch: train by the plan that :meth:`state_dict` gave, of a run under the same conditions."""
+        self._limit_bytes, measured = state["limit_bytes"], state["measured"]
+        self._measured = measured["micro_batches"], measured["rows"]
+        self._stages = self._of_measured(measured["chunks"])
+        self._layers = None
+        self._found = {Size(*size): tuple(Way(*way) for way in ways) for size, ways in state["plans"]}
+
+    def _of_measured(self, chunks: int) -> list[CappedStage]:
+        return [_stage(self._limit_bytes, chunks, *row) for row in self._measured[1]]
+
     def _expect(self, layers: int) -> None:
         """Keep to the limit with so many layers recomputed."""
         stage = self._stages[self._own].recomputing(layers)
         # A copy: this stage's grows with larger micro-batches, and all ranks decide by the same numbers.
         self.limit.limit_bytes, self.limit.saved, self._layers = stage.limit_bytes, dict(stage.saved), layers
 
-    def _gathered(self, executor: Executor, size: Size, room: Room) -> list[CappedStage]:
-        """Return all stages' limits, savings and times: of replicas and shards the highest numbers.
+    def _gathered(self, executor: Executor, size: Size, room: Room) -> list[list[float]]:
+        """Return all stages' rows of bytes held, savings and times: of replicas and shards the highest numbers.
 
         Gives back the host's memory that the first batch has pinned.
         """
@@ -136,8 +173,8 @@ class SwapLoop:
             kept = [(max(0.0, saved.nbytes - layer.freed_bytes), layer.forward_ms) for layer in of_chunk]
             row += [number for pair in kept for number in pair] + [0.0, 0.0] * (count - len(of_chunk))
         table = [row if stage == self._own else [0.0] * len(row) for stage in range(size.stages)]
-        self._room = room
-        return [_stage(room.limit_bytes, size.chunks, *numbers) for numbers in highest_of_all(table, device)]
+        rows: list[list[float]] = highest_of_all(table, device)
+        return rows
 
     def _decided(self, plain: Programs, size: Size) -> tuple[Way, ...]:
         """Return the way of each stage that rank 0 decides for, and say what it is."""
@@ -165,7 +202,7 @@ class SwapLoop:
                 for way in ways
                 for room in rooms
             )
-            needs.append((self._room.limit_bytes - of_stage.limit_bytes + least, least, stage))
+            needs.append((self._limit_bytes - of_stage.limit_bytes + least, least, stage))
         most, least, stage = max(needs)
         recomputes = self._stages[stage].most_layers > 0
         return (
