@@ -139,7 +139,7 @@ def _run(arguments: Namespace) -> None:
 
 
 def _run_front(arguments: Namespace) -> None:
-    from evenpipe.simulate.front import LEVELS, front
+    from evenpipe.simulate.front import MEMORY_SHARES, front
 
     for option in ("schedule", "trace", "one_queue", *_TIMES):
         if getattr(arguments, option):
@@ -154,7 +154,7 @@ def _run_front(arguments: Namespace) -> None:
 
             def begun(line: str) -> None:
                 told(line)
-                show("amounts of memory", next(number), fronts * len(LEVELS))
+                show("amounts of memory", next(number), fronts * len(MEMORY_SHARES))
 
             found = front(costs, arguments.stages, arguments.micro_batches, effort, split, begun)
     except ScheduleError as error:
