@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from evenpipe.schedule import COMPUTE, KINDS, UPDATE, Action, batch_of, required_version
+from evenpipe.schedule import COMPUTE, DEPARTING, KINDS, UPDATE, Action, batch_of, required_version
 from evenpipe.simulate import Simulation, Span
 
-__all__ = ["TRACE", "StageMemory", "Timeline", "perfetto_trace"]
+__all__ = ["TRACE", "StageMemory", "Timeline", "lane_of", "perfetto_trace"]
 
 TRACE: Final = "evenpipe.trace/1"
 
@@ -58,6 +58,15 @@ class StageMemory:
 
 _COMPUTE_THREAD = 0
 _COMPUTED = COMPUTE | {UPDATE}
+
+
+def lane_of(action: Action) -> Literal["compute", "update", "leaving", "arriving"]:
+    """Return where a picture has an action within its stage's row."""
+    if action.kind in COMPUTE:
+        return "compute"
+    if action.kind == UPDATE:
+        return "update"
+    return "leaving" if action.kind in DEPARTING else "arriving"
 
 
 def perfetto_trace(timeline: Timeline) -> dict[str, Any]:
