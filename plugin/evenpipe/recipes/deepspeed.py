@@ -13,14 +13,7 @@ from evenpipe.recipes.recipe import Recipe, RecipeError
 from evenpipe.recipes.rendering import render, verbatim
 from evenpipe.settings.config import EvenPipeConfig
 
-__all__ = [
-    "CONFIGURATION",
-    "batch_of",
-    "boundaries_of",
-    "described_by",
-    "precision_of",
-    "training_files",
-]
+__all__ = ["CONFIGURATION", "batch_of", "boundaries_of", "described_by", "precision_of", "training_files"]
 
 CONFIGURATION: Final = "ds_config.json"
 #: What model.py has before the model's layers, and behind them: words and positions, norm and logits.
