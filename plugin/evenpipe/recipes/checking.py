@@ -70,11 +70,7 @@ def not_looked_at(written: Written, script: Script, flags: list[str]) -> Iterato
         written.about.framework == "megatron"
         and {"--load", "--train-iters"} <= given
         and not given
-        & {
-            "--override-opt_param-scheduler",
-            "--override-opt-param-scheduler",
-            "--use-checkpoint-opt-param-scheduler",
-        }
+        & {"--override-opt_param-scheduler", "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"}
     ):
         yield (
             "train.sh: Megatron-LM refuses to resume once --train-iters or --global-batch-size is another: then give "

@@ -151,4 +151,3 @@ def _readme(recipe: Recipe) -> str:
         ranks=[_ranks(recipe, stage) for stage in range(recipe.estimate.run.stages)],
         changes=_changes(recipe),
     )
-

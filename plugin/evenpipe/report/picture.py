@@ -177,9 +177,7 @@ def draw_comparison(
 def _panel(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
     """Axes at a place given in inches."""
     page_width, page_height = figure.get_size_inches()
-    return figure.add_axes(
-        (left / page_width, bottom / page_height, width / page_width, height / page_height),
-    )
+    return figure.add_axes((left / page_width, bottom / page_height, width / page_width, height / page_height))
 
 
 def _legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
