@@ -183,7 +183,6 @@ def _cluster(written: Written, every: Sequence[Nodes]) -> Cluster:
 
 
 def _command(script: Script) -> tuple[str, list[str]]:
-    """Return the training script, and its flags."""
     words = script.command[script.command.index("evenpipe") + 2 :]
     at = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:

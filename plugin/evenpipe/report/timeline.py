@@ -29,7 +29,6 @@ class Timeline:
 
     @classmethod
     def of(cls, simulation: Simulation, title: str, micro_batches: int | None = None) -> Timeline:
-        """Return a simulation's timeline."""
         return cls(title, simulation.timeline, micro_batches=micro_batches)
 
     def version(self, action: Action) -> int:
@@ -37,7 +36,6 @@ class Timeline:
         return 0 if self.micro_batches is None else required_version(batch_of(action.micro_batch, self.micro_batches))
 
     def name(self, row: int) -> str:
-        """Return what a row is called."""
         return f"stage {row}" if self.names is None else self.names[row]
 
     @property

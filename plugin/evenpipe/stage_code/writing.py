@@ -146,7 +146,6 @@ def _quoted(text: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value without nodes as Python text."""
     return value_text(value, str)
 
 
@@ -165,14 +164,12 @@ def _indented(lines: str, by: int = 4) -> list[str]:
 
 
 def _boundaries(graph: Graph, nodes: Sequence[Any]) -> list[str]:
-    """Return what is sent of these nodes, as `Boundary`s."""
     names = dict(zip(graph.nodes, graph.names, strict=True))
     values = [(names[node], graph.observed[node].values[0]) for node in nodes]
     return [f"Boundary({_text(name)}, {v.shape}, {v.dtype}, gradient={v.requires_grad})" for name, v in values]
 
 
 def _state(graph: Graph, names: Sequence[str]) -> list[str]:
-    """Return what a part takes from the model, by name."""
     entries = []
     for name in sorted({name for name in names if not _is_lifted(name)}):
         tensor = graph.unread[name] if name in graph.unread else operator.attrgetter(name)(graph.module)

@@ -190,7 +190,6 @@ def _rows(one: Drawn, index: int, of: int) -> Iterator[dict[str, Any]]:
 
 
 def action_words(action: Action) -> str:
-    """Return what an action is, in words."""
     row = KINDS[action.kind]
     of = f"{row.name} of {'batch' if row.of_batch else 'micro-batch'} {action.micro_batch}"
     chunk = f", chunk {action.chunk}" if action.chunk else ""
