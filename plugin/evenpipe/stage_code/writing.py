@@ -92,14 +92,8 @@ def _file(plan: Plan, stage: int, files: Mapping[str, str], classes: Mapping[str
     title = f"Stage {stage} of {plan.stage_count} of {model}, micro-batches of {origin.micro_batch_size}"
     listed = "".join(f"    {_text(name)}: {_text(file)},\n" for name, file in sorted(files.items()))
     code = "\n\n".join(classes.values())
-    names = ", ".join(
-        [
-            "Boundary",
-            *(["Keeping"] if "Keeping(" in code else []),
-            "Part",
-            *(["device_of"] if "device_of(" in code else []),
-        ]
-    )
+    used = ("Boundary", "Keeping", "Part", "device_of")
+    names = ", ".join(name for name in used if name in ("Boundary", "Part") or f"{name}(" in code)
     modules = "import operator\n\nimport torch" if "operator." in code else "import torch"
     return (
         f'"""{title}, for {plan.schedule}{bpipe}: written by `evenpipe partition`."""\n\n'
