@@ -10,7 +10,7 @@ import pytest
 from evenpipe.cli.main import main
 from evenpipe.planner.arguments import Pipelined, Values, model_of, parse_flags, run_of
 from evenpipe.planner.run import EstimateError, Run
-from evenpipe.recipes.flag_needs import NEEDS, Given, Need, without_effect
+from evenpipe.recipes.flag_needs import Given, Need, needs, without_effect
 from tests.refusals import refusal
 
 BASE: Final = (
@@ -183,7 +183,7 @@ def lines(words: str, need: Need) -> list[str]:
     return [line for line in found if line == need.line]
 
 
-@pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.option} {need.when}")
+@pytest.mark.parametrize("need", needs(), ids=lambda need: f"{need.option} {need.when}")
 def test_an_option_without_what_it_needs_is_told(need: Need) -> None:
     key = need.option, need.when
     lacking, having = OTHERS[key] if key in OTHERS else (CASES[key][0], " ".join(CASES[key]))

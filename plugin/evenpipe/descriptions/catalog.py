@@ -12,15 +12,7 @@ from typing import Any, Final, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from evenpipe.descriptions.kinds import (
-    Cluster,
-    Described,
-    DescriptionError,
-    Device,
-    Framework,
-    Model,
-    NodeGroup,
-)
+from evenpipe.descriptions.kinds import Cluster, Described, DescriptionError, Device, Framework, Model, NodeGroup
 from evenpipe.wording.nearest import nearest
 from evenpipe.wording.validation import plain_message
 

@@ -50,11 +50,6 @@ class Described(Values):
                 raise ValueError(f"sources.{key}: is no key of it: correct its name")
         return self
 
-    def unsourced(self) -> list[str]:
-        """Return the keys that are given and have no source."""
-        given = self.model_fields_set - {"name", "sources"}
-        return [] if _ALL in self.sources else sorted(given - set(self.sources))
-
 
 Precision = Literal["fp32", "fp16", "bf16"]
 #: What a device computes in: a run's precision, or that of products whose operands have fewer bits.

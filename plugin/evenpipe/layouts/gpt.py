@@ -87,7 +87,6 @@ class Gpt(NamedTuple):
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one stage."""
         return self.run.gpus // self.run.stages
 
     def has_experts(self, layer: int) -> bool:

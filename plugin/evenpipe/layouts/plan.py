@@ -11,16 +11,7 @@ from pydantic import TypeAdapter
 
 from evenpipe.descriptions import Device
 from evenpipe.layouts.gpt import Gpt, LayoutError, Pipeline
-from evenpipe.layouts.layers import (
-    Layer,
-    Time,
-    described,
-    kinds,
-    layers_of,
-    layout_text,
-    parts_of,
-    profile_of,
-)
+from evenpipe.layouts.layers import Layer, Time, described, kinds, layers_of, layout_text, parts_of, profile_of
 from evenpipe.layouts.search import best_split
 from evenpipe.layouts.split import Cuts, Problem
 from evenpipe.layouts.written import FORMAT, Shape, StagePlan

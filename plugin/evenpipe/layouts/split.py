@@ -116,7 +116,6 @@ class Problem:
         return tuple(borders[before] for before in accumulate(numbers[:-1]))
 
     def costs(self, cuts: Cuts) -> tuple[StageCost, ...]:
-        """Return the cost of every stage."""
         rows = np.array([cuts], np.int64)
         [forward, backward, held] = (found[0].tolist() for found in self.weighed(rows))
         again = (self.fitted(stage, *self._ends(rows)).layers[0] for stage in range(self.pipeline.stages))
@@ -133,12 +132,10 @@ class Problem:
 
     @cached_property
     def owners(self) -> NDArray[np.int64]:
-        """Return the stage of each part."""
         return np.array(self.pipeline.owners, np.int64)
 
     @cached_property
     def parts(self) -> list[NDArray[np.int64]]:
-        """Return each stage's parts."""
         return [np.flatnonzero(self.owners == stage) for stage in range(self.pipeline.stages)]
 
     def _known(self, stage: int, ends: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -146,7 +143,6 @@ class Problem:
         return np.array([part for part in self.parts[stage].tolist() if part < ends.shape[1]], np.int64)
 
     def _ends(self, cuts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where parts begin and end."""
         return np.pad(cuts, ((0, 0), (1, 0))), np.pad(cuts, ((0, 0), (0, 1)), constant_values=len(self.layers))
 
     def fitted(self, stage: int, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> Fitted:

@@ -70,11 +70,7 @@ def not_looked_at(written: Written, script: Script, flags: list[str]) -> Iterato
         written.about.framework == "megatron"
         and {"--load", "--train-iters"} <= given
         and not given
-        & {
-            "--override-opt_param-scheduler",
-            "--override-opt-param-scheduler",
-            "--use-checkpoint-opt-param-scheduler",
-        }
+        & {"--override-opt_param-scheduler", "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"}
     ):
         yield (
             "train.sh: Megatron-LM refuses to resume once --train-iters or --global-batch-size is another: then give "
@@ -187,7 +183,6 @@ def _cluster(written: Written, every: Sequence[Nodes]) -> Cluster:
 
 
 def _command(script: Script) -> tuple[str, list[str]]:
-    """Return the training script, and its flags."""
     words = script.command[script.command.index("evenpipe") + 2 :]
     at = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:

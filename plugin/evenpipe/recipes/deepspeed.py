@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -12,18 +10,10 @@ from typing import Any, Final, NoReturn
 from evenpipe.descriptions import Model, described
 from evenpipe.planner.run import Run
 from evenpipe.recipes.recipe import Recipe, RecipeError
-from evenpipe.recipes.rendering import verbatim
+from evenpipe.recipes.rendering import render, verbatim
 from evenpipe.settings.config import EvenPipeConfig
 
-__all__ = [
-    "CONFIGURATION",
-    "batch_of",
-    "boundaries_of",
-    "configuration_of",
-    "described_by",
-    "precision_of",
-    "training_files",
-]
+__all__ = ["CONFIGURATION", "batch_of", "boundaries_of", "described_by", "precision_of", "training_files"]
 
 CONFIGURATION: Final = "ds_config.json"
 #: What model.py has before the model's layers, and behind them: words and positions, norm and logits.
@@ -33,13 +23,8 @@ _ENDS: Final = 2
 def training_files(recipe: Recipe) -> dict[str, str]:
     """Return the configuration, and the scripts that it is for."""
     scripts = {name: verbatim(name) for name in ("train.py", "model.py", "data.py")}
-    return {**scripts, CONFIGURATION: _written(configuration_of(recipe))}
-
-
-def _written(configuration: dict[str, Any]) -> str:
-    """JSON, with lists of numbers on a line each."""
-    text = json.dumps(configuration, indent=2)
-    return re.sub(r"\[[\d.,\s]+\]", lambda found: json.dumps(json.loads(found[0])), text) + "\n"
+    given = {"run": recipe.run, "settings": recipe.settings, "boundaries": boundaries_of(recipe.model, recipe.run)}
+    return {**scripts, CONFIGURATION: render(CONFIGURATION, **given)}
 
 
 def boundaries_of(model: Model, run: Run) -> list[int]:
@@ -48,44 +33,6 @@ def boundaries_of(model: Model, run: Run) -> list[int]:
     each[0] += _ENDS
     each[-1] += _ENDS
     return [0, *accumulate(each)]
-
-
-def configuration_of(recipe: Recipe) -> dict[str, Any]:
-    """Return what `deepspeed.initialize` is given."""
-    run, given = recipe.run, recipe.settings
-    section: dict[str, Any] = {"schedule": run.spec.name}
-    if run.group_size > 1:
-        section["group_size"] = run.group_size
-    if run.bpipe:
-        section["bpipe"] = True
-    section["partition"] = boundaries_of(recipe.model, run)
-    found: dict[str, Any] = {
-        "train_batch_size": run.global_batch,
-        "train_micro_batch_size_per_gpu": run.micro_batch,
-        "gradient_accumulation_steps": run.micro_batches,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": given.lr, "betas": [0.9, 0.95], "weight_decay": given.weight_decay, "torch_adam": True},
-        },
-        "gradient_clipping": given.clip_grad,
-        "steps_per_print": given.log_interval,
-    }
-    if given.warmup_iters:
-        found["scheduler"] = {
-            "type": "WarmupCosineLR",
-            "params": {
-                "total_num_steps": given.train_iters,
-                "warmup_num_steps": given.warmup_iters,
-                "cos_min_ratio": 0.1,
-            },
-        }
-    if run.precision == "bf16":
-        found["bf16"] = {"enabled": True}
-    if run.precision == "fp16":
-        found["fp16"] = {"enabled": True}
-    if run.sharded_optimizer:
-        found["zero_optimization"] = {"stage": 1}
-    return {**found, "evenpipe": section}
 
 
 class _Parser(ArgumentParser):

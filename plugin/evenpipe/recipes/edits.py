@@ -50,7 +50,6 @@ def _known(name: str, line: Line, environment: Mapping[str, str]) -> bool:
 
 
 def _written(model: Model, run: Run) -> dict[str, tuple[str, ...]]:
-    """Return the flags of a run, with their values."""
     return {name: values for name, *values in run_flags(model, run)}  # type: ignore[misc]
 
 

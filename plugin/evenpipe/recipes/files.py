@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple, get_args
+from typing import Any, Final, get_args
 
 from evenpipe.planner.run import EstimateError, Recompute, Run
 from evenpipe.recipes.deepspeed import training_files
@@ -77,16 +77,6 @@ def write_files(folder: Path, files: Mapping[str, str], force: bool = False) -> 
 _GIB: Final = 2**30
 
 
-class _Change(NamedTuple):
-    """One thing done otherwise: what it costs, or why it cannot be. ``times``: its time over that of the recipe."""
-
-    what: str
-    iteration_ms: float
-    times: float
-    most_gib: float
-    fits: bool
-
-
 def _layers(recipe: Recipe) -> list[str]:
     """Layers of each stage, those of its chunks apart: the first chunks of all stages come first."""
     run = recipe.estimate.run
@@ -105,8 +95,8 @@ def _ranks(recipe: Recipe, stage: int) -> str:
     return f"{said}, node {node}" if node == other else f"{said}, nodes {node} to {other}"
 
 
-def _changes(recipe: Recipe) -> list[_Change]:
-    """One after the other, those that can be."""
+def _changes(recipe: Recipe) -> list[dict[str, Any]]:
+    """Return what could be done otherwise, and can be: ``times`` is its time over that of the recipe, for a sample."""
     usual = recipe.estimate.iteration_ms / recipe.run.global_batch
     found = []
     for what, run in _otherwise(recipe):
@@ -116,7 +106,7 @@ def _changes(recipe: Recipe) -> list[_Change]:
             continue
         most = max(stage.bytes.total for stage in shown.stages) / _GIB
         times = shown.iteration_ms / run.global_batch / usual
-        found.append(_Change(what, shown.iteration_ms, times, most, shown.fits))
+        found.append({"what": what, "shown": shown, "times": times, "most_gib": most})
     return found
 
 
@@ -161,4 +151,3 @@ def _readme(recipe: Recipe) -> str:
         ranks=[_ranks(recipe, stage) for stage in range(recipe.estimate.run.stages)],
         changes=_changes(recipe),
     )
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from evenpipe.planner.features import flags_of
 from evenpipe.planner.run import Run
 from evenpipe.recipes.flag_needs import Given, without_effect
 from evenpipe.recipes.recipe import Recipe, series
-from evenpipe.recipes.rendering import Flag, Line, lines, render
+from evenpipe.recipes.rendering import macros, render
 from evenpipe.schedule import AUTO
 from evenpipe.settings.config import ConfigError, EvenPipeConfig
 from evenpipe.settings.contradictions import CONTRADICTIONS, contradiction_in
@@ -29,23 +30,31 @@ __all__ = [
 
 def train_script(recipe: Recipe) -> str:
     """Return train.sh; its template has the flags of the model, of training and of files."""
-    model, run = recipe.model, recipe.run
-    arrays = (
-        ("PARALLEL", "How the model and the batch are divided.", _parallel(model, run)),
-        ("EVENPIPE", "The schedule of the pipeline.", _evenpipe(run)),
-        ("MEMORY", "What is saved for the backward, and in which precision.", _memory(run)),
-    )
-    release = series(recipe.settings.release)
-    return render("train.sh", recipe=recipe, run_flags=arrays, frequency=_frequency(model), release=release)
+    arrays = _arrays(recipe.model, recipe.run)
+    frequency, release = _frequency(recipe.model), series(recipe.settings.release)
+    return render("train.sh", recipe=recipe, run_flags=arrays, frequency=frequency, release=release)
 
 
 def run_flags(model: Model, run: Run) -> list[tuple[str, ...]]:
-    """Return the flags of how the model is divided, scheduled and kept, each with its values.
+    """Return the flags of how the model is divided, scheduled and kept, without dashes, each with its values.
 
     EvenPipe's are among them where it carries out the schedule, so that no hand-over is waited for.
     """
-    ours = _evenpipe(run) if run.blocking == () else ()
-    return [flag.words for line in (*_parallel(model, run), *ours, *_memory(run)) for flag in line]
+    parallel, schedule, memory = _arrays(model, run)
+    flags: list[tuple[str, ...]] = []
+    for word in shlex.split("\n".join((parallel, schedule if run.blocking == () else "", memory))):
+        if word.startswith("--"):
+            flags.append((word.removeprefix("--"),))
+        else:
+            flags[-1] = (*flags[-1], word)
+    return flags
+
+
+def _arrays(model: Model, run: Run) -> tuple[str, str, str]:
+    """Return the lines of flags of how the model is divided, of the schedule, and of what is kept."""
+    lines = macros("run_flags")
+    features = flags_of(_taken(run))
+    return lines.parallel(model, run, layout_of(model, run)), lines.schedule(run), lines.memory(run, features)
 
 
 #: Parts in a row from which on a layout has them once, with their number.
@@ -77,49 +86,6 @@ def _frequency(model: Model) -> str | None:
     return str(each).replace(" ", "")
 
 
-def _parallel(model: Model, run: Run) -> tuple[Line, ...]:
-    layout = layout_of(model, run)
-    virtual = run.chunks > 1 and layout is None
-    return lines(
-        [
-            [
-                Flag("tensor-model-parallel-size", run.tensor),
-                run.sequence_parallel and run.tensor > 1 and Flag("sequence-parallel"),
-            ],
-            [
-                Flag("pipeline-model-parallel-size", run.stages),
-                virtual and Flag("num-virtual-stages-per-pipeline-rank", run.chunks),
-            ],
-            [layout is not None and Flag("pipeline-model-parallel-layout", layout)],
-            [run.context > 1 and Flag("context-parallel-size", run.context)],
-            [run.expert > 1 and Flag("expert-model-parallel-size", run.expert)],
-            [
-                run.expert_tensor is not None
-                and model.experts is not None
-                and Flag("expert-tensor-parallel-size", run.expert_tensor)
-            ],
-            [Flag("micro-batch-size", run.micro_batch), Flag("global-batch-size", run.global_batch)],
-            # `--optimizer dist_muon` shares out its states itself.
-            [run.sharded_optimizer and run.optimizer != "muon" and Flag("use-distributed-optimizer")],
-            [
-                run.overlap_gradients and Flag("overlap-grad-reduce"),
-                run.overlap_gradients
-                and run.overlap_parameters
-                and run.sharded_optimizer
-                and Flag("overlap-param-gather"),
-            ],
-            [run.placement == "pipeline" and Flag("use-tp-pp-dp-mapping")],
-        ]
-    )
-
-
-def _evenpipe(run: Run) -> tuple[Line, ...]:
-    if run.stages == 1:
-        return ()
-    grouped = run.group_size > 1 and Flag("group-size", run.group_size)
-    return lines([[Flag("evenpipe-schedule", run.spec.name), grouped or None, run.bpipe and Flag("bpipe")]])
-
-
 def _taken(run: Run) -> Run:
     """Return the run without what Megatron refuses at its sizes, where it would have nothing to do."""
     interleaved = run.stages == 1 or run.chunks > 1
@@ -127,26 +93,6 @@ def _taken(run: Run) -> Run:
         run,
         user_buffers=run.user_buffers and bool(run.sequence_parallel),
         overlap_experts=run.overlap_experts and run.expert > 1 and interleaved and run.recompute != "full",
-    )
-
-
-def _memory(run: Run) -> tuple[Line, ...]:
-    full = run.recompute == "full"
-    block = run.recomputed_layers is not None
-    return lines(
-        [
-            [run.precision == "bf16" and Flag("bf16"), run.precision == "fp16" and Flag("fp16")],
-            [run.precision == "fp16" and run.gradients_in_fp32 and Flag("accumulate-allreduce-grads-in-fp32")],
-            [run.precision == "bf16" and not run.gradients_in_fp32 and Flag("grad-reduce-in-bf16")],
-            [run.attention == "unfused" and Flag("attention-backend", "unfused")],
-            *([Flag(name.removeprefix("--"), tuple(values) or None)] for name, *values in flags_of(_taken(run))),
-            [run.recompute != "none" and Flag("recompute-granularity", run.recompute)],
-            [
-                full and Flag("recompute-method", "block" if block else "uniform"),
-                full
-                and Flag("recompute-num-layers", run.recomputed_layers if run.recomputed_layers is not None else 1),
-            ],
-        ]
     )
 
 

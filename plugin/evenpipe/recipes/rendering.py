@@ -1,53 +1,24 @@
-"""Templates and flags, and the filters through which everything that a user has named goes into a file."""
+"""Templates, and the filters through which everything that a user has named goes into a file."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from evenpipe.recipes.recipe import RecipeError
 
-__all__ = ["Flag", "Line", "lines", "render", "verbatim", "word"]
+__all__ = ["macros", "render", "verbatim", "word"]
 
 
 def word(text: str) -> str:
     """One word of bash, also in an array, where shellcheck takes a comma for a mistake."""
     return f"'{text}'" if "," in text and shlex.quote(text) == text else shlex.quote(text)
-
-
-Value: TypeAlias = "int | float | str | tuple[str, ...] | None"
-
-
-class Flag(NamedTuple):
-    """`--name value`, or several values; without one, a switch."""
-
-    name: str
-    value: Value = None
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Return the name, without dashes, and the values, unquoted."""
-        values = self.value if isinstance(self.value, tuple) else (self.value,)
-        return (self.name, *(f"{one:g}" if isinstance(one, float) else str(one) for one in values if one is not None))
-
-    def __str__(self) -> str:
-        name, *values = self.words
-        return " ".join([f"--{name}", *map(word, values)])
-
-
-Line: TypeAlias = Sequence[Flag]
-
-
-def lines(flags: Iterable[Iterable[Flag | bool | None]]) -> tuple[Line, ...]:
-    """Return the lines without flags that are not to be given, and without lines that are empty then."""
-    given = ([flag for flag in line if isinstance(flag, Flag)] for line in flags)
-    return tuple(line for line in given if line)
 
 
 _TEMPLATES: Final = Path(__file__).parent / "templates"
@@ -60,14 +31,24 @@ _NOT_IN_A_BLOCK: Final = re.compile(
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+", re.ASCII)
 
 
-def render(template: str, **values: Any) -> str:
-    """Return the text of a file."""
+@cache
+def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
     filters = {"sh": word, "line": _line, "directive": _directive, "yaml": _yaml, "block": _block, "cell": _cell}
     environment.filters.update({**filters, "flags": _flags, "when": lambda text, holds: text if holds else ""})
-    return environment.get_template(f"{template}.j2").render(values)
+    return environment
+
+
+def render(template: str, **values: Any) -> str:
+    """Return the text of a file."""
+    return _environment().get_template(f"{template}.j2").render(values)
+
+
+def macros(template: str) -> Any:
+    """Return the macros of a template, as functions."""
+    return _environment().get_template(f"{template}.j2").module
 
 
 def verbatim(name: str) -> str:

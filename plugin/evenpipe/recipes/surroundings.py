@@ -60,7 +60,6 @@ def smallest_cluster(name: str, gpus_per_node: int, flags: Sequence[str]) -> str
 
 
 def _least_gpus(flags: Sequence[str]) -> int:
-    """Return the GPUs of one replica."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=SUPPRESS)
     for size in _SIZES:
         parser.add_argument(f"--{size}")

@@ -35,6 +35,7 @@ _IMAGE: Final = re.compile(
 )
 _EXAMPLE_IMAGE: Final = "nvcr.io/nvidia/pytorch:25.09-py3"
 NO_ADAPTERS: Final = "--lora-rank: pretrain_gpt.py has no adapters: leave it out, or train with Megatron Bridge"
+#: A label of RFC 1123, as Kubernetes takes names.
 _LABEL: Final = re.compile(r"(?=.{1,63}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?", re.ASCII)
 
 

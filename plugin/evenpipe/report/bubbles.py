@@ -52,7 +52,6 @@ class Wait(NamedTuple):
     longest_ms: float
 
     def to_json(self) -> dict[str, Any]:
-        """As documents have it."""
         return self._asdict()
 
 

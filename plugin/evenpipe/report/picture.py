@@ -18,8 +18,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from evenpipe.report.figures import write_png
-from evenpipe.report.timeline import StageMemory, Timeline
-from evenpipe.schedule import BACKWARD, COMPUTE, DEPARTING, FORWARD, KINDS, UPDATE, Action, Kind
+from evenpipe.report.timeline import StageMemory, Timeline, lane_of
+from evenpipe.schedule import BACKWARD, COMPUTE, FORWARD, KINDS, UPDATE, Kind
 
 __all__ = ["draw_boxes", "draw_comparison", "draw_memory", "shade"]
 
@@ -60,11 +60,9 @@ def draw_memory(axes: Axes, memory: StageMemory, highest: float, scale: bool) ->
     axes.spines[:].set_visible(False)
 
 
-# A stage's row is 1 high: the boxes of its compute, below them two lanes, for what leaves and for what arrives.
-_BOX = (0.06, 0.62)
-_TICK = (0.0, 0.74)  # stands out above and below the boxes that it separates
-_LEAVING = (0.73, 0.09)
-_ARRIVING = (0.85, 0.09)
+# A stage's row is 1 high: (top, height) of the boxes of its compute, and below them two lanes, for what leaves and for
+# what arrives. An update stands out above and below the boxes that it separates.
+_LANES = {"compute": (0.06, 0.62), "update": (0.0, 0.74), "leaving": (0.73, 0.09), "arriving": (0.85, 0.09)}
 _EDGE_FROM_PX = 4.0
 _TICK_PT = (0.3, 1.8)  # an update may take no time at all; its tick is no wider than a box, lest it hide one
 
@@ -82,14 +80,14 @@ def draw_boxes(axes: Axes, timeline: Timeline, duration_ms: float) -> None:
     px_per_ms, row_px = box.width / (duration_ms or 1), box.height / stages
     points_to_px = axes.figure.dpi / 72
     character_px = _CHARACTER_EM * _BOX_PT * points_to_px
-    tall_enough = _BOX[1] * row_px >= 1.1 * _BOX_PT * points_to_px
+    tall_enough = _LANES["compute"][1] * row_px >= 1.1 * _BOX_PT * points_to_px
 
     spans = [(stage, *span) for stage, row in enumerate(timeline.stages) for span in row]
     chunks = 1 + max((action.chunk for _, action, _, _ in spans), default=0)
     shapes: dict[tuple[Kind, int], list[list[tuple[float, float]]]] = defaultdict(list)
     narrowest_px = math.inf
     for stage, action, start, end in spans:
-        top, height = _place(action)
+        top, height = _LANES[lane_of(action)]
         low, high = stage + top, stage + top + height
         level = timeline.version(action) % 2 if chunks == 1 and action.kind in COMPUTE else action.chunk
         shapes[action.kind, level].append([(start, low), (end, low), (end, high), (start, high)])
@@ -113,15 +111,6 @@ def draw_boxes(axes: Axes, timeline: Timeline, duration_ms: float) -> None:
             zorder=3 if kind == UPDATE else 2,
         )
         axes.add_collection(boxes, autolim=False)
-
-
-def _place(action: Action) -> tuple[float, float]:
-    """(top, height) of an action's box within its stage's row."""
-    if action.kind in COMPUTE:
-        return _BOX
-    if action.kind == UPDATE:
-        return _TICK
-    return _LEAVING if action.kind in DEPARTING else _ARRIVING
 
 
 def shade(kind: Kind, fullness: float) -> tuple[float, float, float]:
@@ -188,9 +177,7 @@ def draw_comparison(
 def _panel(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
     """Axes at a place given in inches."""
     page_width, page_height = figure.get_size_inches()
-    return figure.add_axes(
-        (left / page_width, bottom / page_height, width / page_width, height / page_height),
-    )
+    return figure.add_axes((left / page_width, bottom / page_height, width / page_width, height / page_height))
 
 
 def _legend(figure: Figure, timelines: Sequence[Timeline]) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from evenpipe.schedule import COMPUTE, KINDS, UPDATE, Action, batch_of, required_version
+from evenpipe.schedule import COMPUTE, DEPARTING, KINDS, UPDATE, Action, batch_of, required_version
 from evenpipe.simulate import Simulation, Span
 
-__all__ = ["TRACE", "StageMemory", "Timeline", "perfetto_trace"]
+__all__ = ["TRACE", "StageMemory", "Timeline", "lane_of", "perfetto_trace"]
 
 TRACE: Final = "evenpipe.trace/1"
 
@@ -29,7 +29,6 @@ class Timeline:
 
     @classmethod
     def of(cls, simulation: Simulation, title: str, micro_batches: int | None = None) -> Timeline:
-        """Return a simulation's timeline."""
         return cls(title, simulation.timeline, micro_batches=micro_batches)
 
     def version(self, action: Action) -> int:
@@ -37,7 +36,6 @@ class Timeline:
         return 0 if self.micro_batches is None else required_version(batch_of(action.micro_batch, self.micro_batches))
 
     def name(self, row: int) -> str:
-        """Return what a row is called."""
         return f"stage {row}" if self.names is None else self.names[row]
 
     @property
@@ -58,6 +56,15 @@ class StageMemory:
 
 _COMPUTE_THREAD = 0
 _COMPUTED = COMPUTE | {UPDATE}
+
+
+def lane_of(action: Action) -> Literal["compute", "update", "leaving", "arriving"]:
+    """Return where a picture has an action within its stage's row."""
+    if action.kind in COMPUTE:
+        return "compute"
+    if action.kind == UPDATE:
+        return "update"
+    return "leaving" if action.kind in DEPARTING else "arriving"
 
 
 def perfetto_trace(timeline: Timeline) -> dict[str, Any]:

@@ -92,14 +92,8 @@ def _file(plan: Plan, stage: int, files: Mapping[str, str], classes: Mapping[str
     title = f"Stage {stage} of {plan.stage_count} of {model}, micro-batches of {origin.micro_batch_size}"
     listed = "".join(f"    {_text(name)}: {_text(file)},\n" for name, file in sorted(files.items()))
     code = "\n\n".join(classes.values())
-    names = ", ".join(
-        [
-            "Boundary",
-            *(["Keeping"] if "Keeping(" in code else []),
-            "Part",
-            *(["device_of"] if "device_of(" in code else []),
-        ]
-    )
+    used = ("Boundary", "Keeping", "Part", "device_of")
+    names = ", ".join(name for name in used if name in ("Boundary", "Part") or f"{name}(" in code)
     modules = "import operator\n\nimport torch" if "operator." in code else "import torch"
     return (
         f'"""{title}, for {plan.schedule}{bpipe}: written by `evenpipe partition`."""\n\n'
@@ -146,7 +140,6 @@ def _quoted(text: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value without nodes as Python text."""
     return value_text(value, str)
 
 
@@ -165,14 +158,12 @@ def _indented(lines: str, by: int = 4) -> list[str]:
 
 
 def _boundaries(graph: Graph, nodes: Sequence[Any]) -> list[str]:
-    """Return what is sent of these nodes, as `Boundary`s."""
     names = dict(zip(graph.nodes, graph.names, strict=True))
     values = [(names[node], graph.observed[node].values[0]) for node in nodes]
     return [f"Boundary({_text(name)}, {v.shape}, {v.dtype}, gradient={v.requires_grad})" for name, v in values]
 
 
 def _state(graph: Graph, names: Sequence[str]) -> list[str]:
-    """Return what a part takes from the model, by name."""
     entries = []
     for name in sorted({name for name in names if not _is_lifted(name)}):
         tensor = graph.unread[name] if name in graph.unread else operator.attrgetter(name)(graph.module)

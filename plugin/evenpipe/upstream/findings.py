@@ -59,7 +59,6 @@ class Item:
         return self.reason is not None
 
     def in_package(self, package: str) -> bool:
-        """Return whether it is defined in that package."""
         return f"{module_of(self.symbols[0])}.".startswith(f"{package}.")
 
 

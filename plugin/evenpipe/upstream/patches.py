@@ -150,7 +150,6 @@ class PatchSet:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Applied inside, and reverted afterwards."""
         self.apply()
         try:
             yield

@@ -87,7 +87,6 @@ class Class:
         return any(isinstance(node.ctx, ast.Store) for node in sets) or any(base.binds(name) for base in self._bases())
 
     def _bases(self) -> Iterator[Class]:
-        """Yield the base classes that are in the tree."""
         for base in self.node.bases:
             with contextlib.suppress(Unreadable):
                 yield from (found for found in self.module.find(ast.unparse(base)) if isinstance(found, Class))

@@ -91,7 +91,6 @@ class BatchClock:
         return tuple(crossings)
 
     def _of_stages(self, of_positions: Numbers) -> Numbers:
-        """Sum up the positions of each stage."""
         of_stages = np.zeros((len(of_positions), self._stages))
         for position, owner in enumerate(self._owners.tolist()):
             of_stages[:, owner] += of_positions[:, position]

@@ -105,7 +105,6 @@ class Chooser:
         return choice._replace(ratios=tuple((self._ms(choice) / self._unit_ms).tolist()))
 
     def _ms(self, choice: Choice) -> Numbers:
-        """Return its milliseconds in each view."""
         ms: Numbers = self.clock.ms(np.array([choice.cuts]), np.array([choice.extra_ms]))[0]
         return ms
 

@@ -14,7 +14,8 @@ from bokeh.models import ColumnDataSource, HoverTool, PanTool, Range1d, ResetToo
 from bokeh.plotting import figure
 
 from evenpipe.report.page.content import Drawn, View, amount
-from evenpipe.schedule import COMPUTE, DEPARTING, KINDS, UPDATE, Action
+from evenpipe.report.timeline import lane_of
+from evenpipe.schedule import COMPUTE, KINDS, Action
 
 __all__ = ["action_words", "held_words", "memory_chart", "memory_legend", "timeline_chart"]
 
@@ -24,7 +25,7 @@ _EDGE_PX: Final = 0.7
 #: How opaque the lower row is: its numbers are to be read on light and dark paper.
 _FAINT: Final = 0.8
 #: Within a stage's row of 1: compute, and below it two lanes, for what leaves and for what arrives.
-_BOX, _TICK, _LEAVING, _ARRIVING = (0.0, 0.62), (-0.04, 0.7), (0.66, 0.16), (0.84, 0.16)
+_LANES: Final = {"compute": (0.0, 0.62), "update": (-0.04, 0.7), "leaving": (0.66, 0.16), "arriving": (0.84, 0.16)}
 #: Bokeh escapes what it puts in the place of @names.
 _ACTION_TIP: Final = (
     '<div class="tip"><strong>@name: @what</strong><br>stage @stage, @of<br>'
@@ -167,7 +168,7 @@ def _rows(one: Drawn, index: int, of: int) -> Iterator[dict[str, Any]]:
     for stage, spans in enumerate(one.stages):
         base = stage + 0.02 + index * height
         for action, start_ms, end_ms in spans:
-            top, part = _lane(action)
+            top, part = _LANES[lane_of(action)]
             kind = KINDS[action.kind]
             yield {
                 "kind": action.kind,
@@ -188,16 +189,7 @@ def _rows(one: Drawn, index: int, of: int) -> Iterator[dict[str, Any]]:
             }
 
 
-def _lane(action: Action) -> tuple[float, float]:
-    if action.kind in COMPUTE:
-        return _BOX
-    if action.kind == UPDATE:
-        return _TICK
-    return _LEAVING if action.kind in DEPARTING else _ARRIVING
-
-
 def action_words(action: Action) -> str:
-    """Return what an action is, in words."""
     row = KINDS[action.kind]
     of = f"{row.name} of {'batch' if row.of_batch else 'micro-batch'} {action.micro_batch}"
     chunk = f", chunk {action.chunk}" if action.chunk else ""

@@ -37,7 +37,6 @@ class Drawn(NamedTuple):
 
     @classmethod
     def of(cls, simulation: Simulation, sized: bool) -> Drawn:
-        """Return a prediction."""
         return cls("predicted", simulation.timeline, [stage.memory for stage in simulation.stages], sized)
 
     @property

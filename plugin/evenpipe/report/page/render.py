@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -22,32 +22,6 @@ __all__ = ["page"]
 _TEMPLATES: Final = Path(__file__).parent / "templates"
 #: More actions than this have no table: a page is to stay below 3 MB.
 _MOST_ROWS: Final = 4000
-
-
-class _Row(NamedTuple):
-    """An action in the table beside the chart."""
-
-    name: str
-    what: str
-    cells: Sequence[str]
-
-
-class _Chart(NamedTuple):
-    """A chart's JSON. ``legend``: how (area or line, colour, words) something is drawn; ``scale``: what a height is."""
-
-    json: Markup
-    legend: Sequence[tuple[str, str, str]] = ()
-    scale: str = ""
-
-
-class _Shown(NamedTuple):
-    """A view as the template takes it."""
-
-    view: View
-    timeline: _Chart
-    memory: _Chart
-    kinds: Sequence[tuple[str, str, str]]
-    actions: Sequence[Sequence[_Row]]
 
 
 def page(title: str, views: Sequence[View]) -> str:
@@ -82,17 +56,23 @@ def _library() -> str:
     return re.sub("</(?=script)", r"<\\/", script.read_text(encoding="utf-8"), flags=re.IGNORECASE)
 
 
-def _shown(view: View, number: int) -> _Shown:
+def _shown(view: View, number: int) -> dict[str, Any]:
+    """Return a view as the template takes it."""
     present = {span.action.kind for one in view.drawn for row in one.stages for span in row}
-    kinds = [(letter, row.name, row.colour) for letter, row in KINDS.items() if letter in present]
-    charts = ((timeline_chart, "timeline"), (memory_chart, "memory"))
-    timeline, memory = (Markup(chart(view, f"{name}-{number}")) if view.drawn else Markup() for chart, name in charts)
+    charts = {"timeline": timeline_chart, "memory": memory_chart}
     legend, scale = memory_legend(view.drawn) if view.drawn else ((), "")
-    return _Shown(view, _Chart(timeline), _Chart(memory, legend, scale), kinds, _actions(view.drawn))
+    return {
+        "view": view,
+        **{name: Markup(chart(view, f"{name}-{number}")) if view.drawn else Markup() for name, chart in charts.items()},
+        "legend": legend,  # how (area or line), colour, words
+        "scale": scale,
+        "kinds": [(letter, row.name, row.colour) for letter, row in KINDS.items() if letter in present],
+        "actions": _actions(view.drawn),
+    }
 
 
-def _actions(drawn: Sequence[Drawn]) -> list[list[_Row]]:
-    """By stage; empty where there are too many."""
+def _actions(drawn: Sequence[Drawn]) -> list[list[dict[str, Any]]]:
+    """Return the rows of the table beside the chart, by stage; none where there are too many."""
     if not drawn or drawn[0].actions > _MOST_ROWS:
         return []
     first, *others = drawn
@@ -106,7 +86,8 @@ def _actions(drawn: Sequence[Drawn]) -> list[list[_Row]]:
             if beside:
                 other = beside[stage].get(action)
                 cells += ["", ""] if other is None else [f"{other.start_ms:.2f}", f"{other.end_ms:.2f}"]
-            rows.append(_Row(str(action), action_words(action), [*cells, _held(first, times, stage, end_ms)]))
+            cells.append(_held(first, times, stage, end_ms))
+            rows.append({"name": str(action), "what": action_words(action), "cells": cells})
         table.append(rows)
     return table
 

@@ -205,7 +205,6 @@ def _change(one: Alternative) -> str:
 
 
 def _does(effect: _Effect) -> str:
-    """Return what becomes shorter."""
     said = []
     if effect.waits:
         said.append(f"the {_of(effect.waits)} would at least be halved")
@@ -267,7 +266,6 @@ def _too_large(case: Case, simulated: Sequence[Alternative]) -> Iterator[str]:
 
 
 def waits_table(waits: Waits) -> Table:
-    """Return all waits of a batch."""
     rows = [
         (
             f"stage {wait.stage}",
