@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Final, Literal, NamedTuple
 
 from evenpipe.descriptions import Model
-from evenpipe.planner.estimate import Positions, positions_of
 from evenpipe.planner.iteration import HandOver
 from evenpipe.planner.run import Placement, Run
 from evenpipe.planner.search.bounds import (
@@ -22,6 +21,7 @@ from evenpipe.planner.search.bounds import (
 from evenpipe.planner.search.profiles import Divided, PartCost, Profile
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.shape_costs import Held, Shape, ShapeCosts
+from evenpipe.planner.stage_nodes import Positions, positions_of
 from evenpipe.schedule import Places, ScheduleError, Size, Spec, find
 
 __all__ = [
