@@ -439,6 +439,13 @@ def test_published_recipes_are_searched_and_the_plan_is_no_slower(
     assert search(question).plans[0].estimate.iteration_ms <= estimate.iteration_ms
 
 
+def test_no_two_candidates_are_alike_in_their_order() -> None:
+    """The queue of the search would compare their runs, which have no order."""
+    question = asked_as_published("llama3-8b", "1x8-h100", 32)
+    found = [one.order for one in candidates(replace(question, tensor=1))]
+    assert len(found) == len(set(found)) > 500
+
+
 def groups_of(nodes: str) -> dict[int, list[int]]:
     """By the size of a micro-batch, the groups of kFkB that are weighed of 13B in 32 stages, and fit."""
     named = framework("megatron")

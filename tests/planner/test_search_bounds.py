@@ -9,11 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evenpipe.descriptions import cluster, framework, model
-from evenpipe.planner.estimate import Estimator, positions_of
+from evenpipe.planner.estimate import Estimator
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.bounds import edges_of, least_live, ordered_ms
 from evenpipe.planner.search.candidates import Candidate, Group, candidates, candidates_of, groups
 from evenpipe.planner.search.question import Engine, Question
+from evenpipe.planner.stage_nodes import positions_of
 from evenpipe.schedule import Programs, Size, find, own
 from evenpipe.simulate import Costs, Wire, simulate
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from evenpipe.descriptions import cluster, framework
 from evenpipe.fitting.moves import ASPECTS, changed
+from evenpipe.planner.possible import check
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.recipes.edits import edited, flag_changes
 from evenpipe.recipes.line import Line, read_line
@@ -89,7 +90,7 @@ def runs(draw: st.DrawFn) -> Run:
         blocking=() if own else OLD.blocking,
     )
     try:
-        new.check(MODEL, NODES)
+        check(new, MODEL, NODES)
     except EstimateError:
         assume(False)
     return new

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from evenpipe.fitting.moves import ASPECTS, NARROWER, Aspect, alternatives, changed, with_aspect
 from evenpipe.fitting.weighing import Weighing
+from evenpipe.planner.possible import check
 from evenpipe.planner.run import EstimateError, Module, OffloadModule, Run
 from evenpipe.planner.search.question import Engine, Question
 from evenpipe.planner.search.search import EQUAL, Planned, preference, search
@@ -93,7 +94,7 @@ def answers(asked: Asked) -> Answers:
     """Return all of them. Raises EstimateError, one line, for a run that cannot be, and where nothing fits."""
     estimate = asked.weighing.planned(asked.run)
     if estimate is None:
-        asked.run.check(asked.weighing.model, asked.weighing.cluster)
+        check(asked.run, asked.weighing.model, asked.weighing.cluster)
         raise EstimateError("schedule: no such run can be built: `evenpipe estimate` says why")
     asked.step("its sizes kept")
     alike = sized = _fastest(asked, _STOCK, asked.keep | _SIZES, [])

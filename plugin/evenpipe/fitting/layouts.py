@@ -9,6 +9,7 @@ from evenpipe.descriptions import framework
 from evenpipe.fitting.document import FitError
 from evenpipe.fitting.source import source_of_settings
 from evenpipe.fitting.weighing import Weighing
+from evenpipe.planner.possible import check
 from evenpipe.planner.run import EstimateError
 from evenpipe.recipes.megatron import kinds_of, layout_of
 from evenpipe.recipes.provider import settings_of
@@ -46,7 +47,7 @@ def layout_for(
     found = [one for one in map(weighing.planned, tried) if one is not None and one.run.layout is not None]
     if not found:
         try:
-            run.check(model, source.cluster)
+            check(run, model, source.cluster)
         except EstimateError as error:
             raise FitError(in_megatron(in_flags(error))) from None
         raise FitError(f"--pipeline-model-parallel-size {stages}: no layout of {model.layers} layers has {parts} parts")

@@ -10,6 +10,7 @@ from evenpipe.descriptions import Cluster, Framework, Model
 from evenpipe.planner.estimate import Estimator
 from evenpipe.planner.iteration import message_bytes_of
 from evenpipe.planner.kernels import FITTED
+from evenpipe.planner.possible import check
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.balanced_layout import Layout
 from evenpipe.planner.search.bounds import least_bytes, least_end_ms, least_ms, unlike
@@ -86,7 +87,7 @@ class Weighing:
     def _bounds_of(self, run: Run) -> tuple[float, int]:
         """Return the milliseconds and bytes that the run takes at least; infinite for one that cannot be."""
         try:
-            run.check(self.model, self.cluster)
+            check(run, self.model, self.cluster)
             way = self._way(run)
         except (EstimateError, ScheduleError):
             return float("inf"), 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evenpipe.planner.iteration import PartTime
+from evenpipe.planner.iteration import PartTime, kinds_of
 from evenpipe.planner.kernels import Kernels
 from evenpipe.planner.operations.operation import Parameters
 from evenpipe.planner.run import Run
@@ -32,29 +32,17 @@ def _with(compute: float, moves: float, beside: bool) -> float:
     return max(compute, moves) if beside else compute + moves
 
 
-def _kinds(parameters: Parameters, run: Run) -> Sequence[tuple[float, float, int, bool]]:
-    """How many parameters, how many of them may be quantized, among how many ranks they are shared out, experts."""
-    return (
-        (parameters.shared, parameters.narrow, run.replicas, False),
-        (parameters.expert, parameters.expert, run.expert_replicas, True),
+def _gathered(parameters: Parameters, run: Run, kernels: Kernels) -> float:
+    narrow = run.quantization.gathered_bytes if run.quantization and run.quantized_parameters else None
+    saved = 0.0 if narrow is None else run.element_bytes - narrow
+    return sum(
+        kernels.links.reduction((ranks - 1) / ranks * (run.element_bytes * count - saved * quantized), experts)
+        for count, quantized, ranks, experts in kinds_of(parameters, run)
     )
 
 
-def _gathered(parameters: Parameters, run: Run, kernels: Kernels) -> float:
-    narrow = run.quantization.gathered_bytes if run.quantization and run.quantized_parameters else None
-    seconds = 0.0
-    for count, quantized, ranks, experts in _kinds(parameters, run):
-        nbytes = run.element_bytes * count
-        if narrow is not None:
-            nbytes += (narrow - run.element_bytes) * quantized
-        seconds += kernels.links.reduction((ranks - 1) / ranks * nbytes, experts) if ranks > 1 else 0.0
-    return seconds
-
-
 def _reduced(parameters: Parameters, run: Run, kernels: Kernels) -> float:
-    gradient = 4 if run.gradients_in_fp32 else 2
     return sum(
-        kernels.links.reduction((ranks - 1) / ranks * gradient * count, experts)
-        for count, _, ranks, experts in _kinds(parameters, run)
-        if ranks > 1
+        kernels.links.reduction((ranks - 1) / ranks * run.gradient_bytes * count, experts)
+        for count, _, ranks, experts in kinds_of(parameters, run)
     )

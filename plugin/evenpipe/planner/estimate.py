@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -26,49 +25,22 @@ from evenpipe.planner.kernels import FITTED, Calibration
 from evenpipe.planner.muon import orthogonalized
 from evenpipe.planner.operations.operation import summed
 from evenpipe.planner.operations.parts import Blocks, parts_of
+from evenpipe.planner.possible import check
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.searched_order import caps, searched_program
 from evenpipe.planner.stage_bytes import Chunk, StageBytes, chunks_of, stage_bytes
-from evenpipe.planner.stage_nodes import Placed, StageNodes, slowest
+from evenpipe.planner.stage_nodes import Placed, Positions, StageNodes, positions_of, slowest
 from evenpipe.planner.uncertainty import Uncertainty, uncertainty_of
-from evenpipe.schedule import SEARCHED, Link, Places, Programs, Queues, ScheduleError, Size, partner
+from evenpipe.schedule import SEARCHED, Link, Programs, Queues, ScheduleError, Size, partner
 from evenpipe.simulate import Costs, Wire
 
 __all__ = [
     "Estimate",
     "Estimator",
-    "Positions",
     "StageEstimate",
     "estimate",
     "framework_of",
-    "positions_of",
 ]
-
-
-class Positions(NamedTuple):
-    """Where the parts of a pipeline are, and what its stages hand over.
-
-    at: the positions of each stage's parts. stages: of each position, its stage. sends, returns: of each stage, how
-    many of its forwards and backwards hand over to another.
-    """
-
-    at: Sequence[Sequence[int]]
-    stages: Sequence[int]
-    sends: Sequence[int]
-    returns: Sequence[int]
-
-
-@cache
-def positions_of(places: Places) -> Positions:
-    """Return where the parts of a pipeline are.
-
-    The result is the same for equal places, however many micro-batches go through them.
-    """
-    stages = [place.stage for place in places.order]
-    at = [[places.position(stage, chunk) for chunk in range(places.chunks)] for stage in range(places.stages)]
-    sends = [sum(n + 1 < len(stages) and stages[n + 1] != stage for n in own) for stage, own in enumerate(at)]
-    returns = [sum(n > 0 and stages[n - 1] != stage for n in own) for stage, own in enumerate(at)]
-    return Positions(at, stages, sends, returns)
 
 
 _MS: Final = 1e3
@@ -175,11 +147,11 @@ class Estimator:
     def __call__(self, run: Run) -> Estimate:
         """Raises EstimateError for a run that cannot be, with the argument and the remedy."""
         run = run.of(self.framework)
-        run.check(self.model, self.cluster)
+        check(run, self.model, self.cluster)
         programs, size = self._scheduled(run)
         if size.chunks != run.chunks:  # a schedule that has a number of its own
             run = replace(run, chunks=size.chunks)
-            run.check(self.model, self.cluster)
+            check(run, self.model, self.cluster)
         parts, blocks = parts_of(self.model, run), Blocks(self.model, run)
         chunks = chunks_of(parts, blocks)
         placed = Placed(run, self._nodes, self.calibration)

@@ -21,6 +21,7 @@ __all__ = [
     "batch_end",
     "embeddings_end",
     "hand_over",
+    "kinds_of",
     "message_bytes_of",
     "part_times",
     "simulated",
@@ -207,8 +208,17 @@ _STEP_BYTES, _OF_MOMENTS = 34, 6
 
 def embeddings_end(embedding: float, run: Run, links: Links) -> float:
     """Return the seconds in which two stages sum the gradients of so many parameters that both have a copy of."""
-    gradient = 4 if run.gradients_in_fp32 else 2
-    return links.between_ends(0 if run.lora_rank else embedding * gradient)
+    return links.between_ends(0 if run.lora_rank else embedding * run.gradient_bytes)
+
+
+def kinds_of(parameters: Parameters, run: Run) -> Sequence[tuple[float, float, int, bool]]:
+    """Return, of other parameters and of experts', how many there are, how many of them a run may quantize, how many
+    ranks have the same, and whether they are experts'.
+    """
+    return (
+        (parameters.shared, parameters.narrow, run.replicas, False),
+        (parameters.expert, parameters.expert, run.expert_replicas, True),
+    )
 
 
 def batch_end(parameters: Parameters, run: Run, kernels: Kernels, forward: float, backward: float) -> float:
@@ -219,21 +229,16 @@ def batch_end(parameters: Parameters, run: Run, kernels: Kernels, forward: float
     all else hide behind the same compute.
     """
     parameters = parameters.trained if run.lora_rank else parameters
-    gradient = 4 if run.gradients_in_fp32 else 2
     reduced = gathered = stepped = 0.0
     narrow = run.quantization if run.quantized_parameters and not run.lora_rank else None
-    kinds = ((parameters.shared, parameters.narrow), (parameters.expert, parameters.expert))
-    for (count, quantized), size, experts in zip(
-        kinds, (run.replicas, run.expert_replicas), (False, True), strict=True
-    ):
+    for count, quantized, size, experts in kinds_of(parameters, run):
         if not count:
             continue
-        ring = 0.0 if run.shards_gradients else (size - 1) / size  # else after every micro-batch
-        reduced += kernels.links.reduction(ring * count * gradient, experts)
         # An all-reduce is a reduce-scatter and a gathering; ZeRO-1 gathers parameters instead of gradients, and Muon
         # beside them, since it shares out whole matrices.
-        if not run.sharded_optimizer or run.optimizer == "muon":
-            reduced += kernels.links.reduction(ring * count * gradient, experts)
+        rings = 2 if not run.sharded_optimizer or run.optimizer == "muon" else 1
+        ring = 0.0 if run.shards_gradients else (size - 1) / size  # else after every micro-batch
+        reduced += rings * kernels.links.reduction(ring * count * run.gradient_bytes, experts)
         ring = 0.0 if run.shards_parameters else (size - 1) / size
         if run.sharded_optimizer and narrow is None:
             gathered += kernels.links.reduction(ring * count * run.element_bytes, experts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, Final, Literal, get_args
 
-from evenpipe.descriptions import Cluster, Device, Framework, Model, Precision, Rate
+from evenpipe.descriptions import Framework, Model, Precision, Rate
 from evenpipe.planner.quantized import QUANTIZATIONS, Quantization, Quantized
 from evenpipe.schedule import DelayCorrection, Queues, ScheduleError, Spec, choose
 
@@ -254,6 +254,11 @@ class Run:
         return 4 if self.precision == "fp32" else 2
 
     @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes of a parameter's main gradient."""
+        return 4 if self.gradients_in_fp32 else 2
+
+    @property
     def recomputing(self) -> str:
         """Return what is carried out again, in a word; modules by name, where they are not Megatron's default."""
         by_name = self.recompute == "selective" and self.recomputed_modules != Run.recomputed_modules
@@ -280,129 +285,6 @@ class Run:
     def operand_bytes(self, quantized: bool) -> float:
         """Return the bytes of an element that a product takes."""
         return self.quantization.element_bytes if quantized and self.quantization else self.element_bytes
-
-    def check(self, model: Model, cluster: Cluster) -> None:
-        """Raises EstimateError where model and run do not go together, or do not fill the cluster."""
-        sizes = {
-            "global_batch_size": self.global_batch,
-            "tensor_parallel": self.tensor,
-            "stages": self.stages,
-            "data_parallel": self.data,
-            "context_parallel": self.context,
-            "expert_parallel": self.expert,
-            "chunks": self.chunks,
-            "micro_batch_size": self.micro_batch,
-            "group_size": self.group_size,
-        }
-        for option, size in sizes.items():
-            if size < 1:
-                raise EstimateError(f"{option}={size}: must be at least 1")
-        if self.recompute not in get_args(Recompute):
-            raise EstimateError(f"recompute={self.recompute}: choose one of {', '.join(get_args(Recompute))}")
-        for kind in cluster.kinds:
-            self.check_precision(kind.device)
-        if self.optimizer == "muon" and self.precision == "fp16":
-            raise EstimateError("optimizer=muon: goes with bf16 or fp32, not fp16, in Megatron: choose bf16")
-        if not 0 <= self.optimizer_offload <= 1:
-            raise EstimateError(f"optimizer_offload_fraction={self.optimizer_offload:g}: give a share from 0 to 1")
-        self._check_offload()
-        self._fills(cluster)
-        heads = ("heads", model.heads) if model.latent else ("key_value_heads", model.key_value_heads)
-        self._divides("tensor_parallel", self.tensor, heads[1], f"{model.name}'s {heads[0]}")
-        self._divides("tensor_parallel", self.tensor, model.ffn, f"{model.name}'s ffn")
-        if cluster.gpus_per_node % self.tensor and self.tensor % cluster.gpus_per_node:
-            raise EstimateError(
-                f"tensor_parallel={self.tensor}: does not divide a node's {cluster.gpus_per_node} GPUs: take a divisor"
-            )
-        for kind in cluster.groups:
-            if kind.gpus % (self.tensor * self.context):
-                raise EstimateError(
-                    f"tensor_parallel={self.tensor}: × context {self.context}, all on one kind of node, is no "
-                    f"divisor of the {kind.gpus} GPUs on {kind.name}: divide less, or list the nodes otherwise"
-                )
-        self._divides("context_parallel", self.context, model.sequence, f"{model.name}'s sequence")
-        if self.expert > 1 and model.experts is None:
-            raise EstimateError(f"expert_parallel={self.expert}: {model.name} has no experts: leave it out")
-        if self.lora_rank and model.experts is not None and {"linear_fc1", "linear_fc2"} & set(self.lora_modules):
-            raise EstimateError("lora_modules: adapters of experts are not described: name linear_qkv, linear_proj")
-        if model.experts is not None:
-            self._divides("expert_parallel", self.expert, model.experts.count, f"{model.name}'s experts")
-            among = self.replicas * self.tensor // self.expert_ways
-            self._divides("expert_parallel", self.expert, among, "data × context parallel ranks")
-            if self.placement == "pipeline" and self.stages > 1 and self.expert_replicas != self.data:
-                raise EstimateError(
-                    "placement=pipeline: Megatron places replicas first where they share out experts: leave it out"
-                )
-        each = self.micro_batch * self.data
-        if self.global_batch % each:
-            raise EstimateError(
-                f"global_batch_size={self.global_batch}: is no multiple of {each} (micro-batch size {self.micro_batch} "
-                f"× data parallel {self.data}): {max(1, round(self.global_batch / each)) * each} is"
-            )
-        self._layout(model)
-
-    def _check_offload(self) -> None:
-        if not 0 <= self.offload_fraction <= 1:
-            raise EstimateError(f"activation_offload_fraction={self.offload_fraction:g}: give a share from 0 to 1")
-        if self.offload_delta_bytes < 0:
-            raise EstimateError(f"delta_offload_bytes_across_pp_ranks={self.offload_delta_bytes}: give 0 or more bytes")
-        if "attn_proj" in self.offload_modules and "core_attn" not in self.offload_modules:
-            raise EstimateError("offload_modules: attn_proj's input is what core_attn gives: name core_attn too")
-        for name in ("sharding", "offload_modules"):
-            if getattr(self, name) and (self.bpipe or self.spec.name not in ("1f1b", "interleaved")):
-                named = "BPipe" if self.bpipe else self.spec.name
-                raise EstimateError(f"{name}: goes with Megatron's own schedules only, not {named}: choose one of both")
-
-    def check_precision(self, device: Device) -> None:
-        """Raises EstimateError for a precision that the device, or the run's attention, does not compute in."""
-        if self.precision not in device.tflops:
-            computes = ", ".join(one for one in device.tflops if one in get_args(Precision))
-            raise EstimateError(f"precision={self.precision}: {device.name} computes {computes}: choose of these")
-        if self.precision == "fp32" and self.attention == "flash":
-            raise EstimateError("attention=flash: computes fp16 and bf16, not fp32: choose unfused, or a precision")
-        if self.quantization is None:
-            for name in ("quantized_parameters", "quantized_attention"):
-                if getattr(self, name):
-                    raise EstimateError(f"{name}: nothing is quantized: say how, with quantized")
-            return
-        if self.rate not in device.tflops:
-            raise EstimateError(f"products in {self.quantized}: {device.name} has no {self.rate}: compute in bf16")
-        if self.quantized == "mxfp8" and "fp4" not in device.tflops:  # what scales blocks of 32 has 4 bits too
-            raise EstimateError(f"products in mxfp8: {device.name} has no MXFP8: choose tensorwise or delayed")
-        if self.precision == "fp32":
-            raise EstimateError(f"products in {self.quantized}: go with bf16 or fp16, not fp32: choose bf16")
-        if self.quantized_parameters and self.quantization.gathered_bytes is None:
-            raise EstimateError(f"fp8_param_gather: weights are not kept in {self.quantized}: leave it out")
-
-    def _fills(self, cluster: Cluster) -> None:
-        if self.gpus == cluster.gpus:
-            return
-        used = f"data_parallel={self.data}: with tensor {self.tensor} × context {self.context} × stages {self.stages}"
-        short = self.gpus - cluster.gpus
-        remedy = f"has {short} too few: name a larger one" if short > 0 else "has more: use all, or name a smaller one"
-        raise EstimateError(f"{used} that are {self.gpus} GPUs; {cluster.name} of {cluster.gpus} {remedy}")
-
-    @staticmethod
-    def _divides(option: str, value: int, whole: int, of: str) -> None:
-        if whole % value:
-            below = max(n for n in range(1, min(value, whole) + 1) if whole % n == 0)
-            raise EstimateError(f"{option}={value}: does not divide {of} ({whole}): {below} does")
-
-    def _layout(self, model: Model) -> None:
-        if self.further_part is not None and not model.mtp_layers:
-            raise EstimateError(f"layout: {model.name} predicts no further tokens: leave out m")
-        parts = self.stages * self.chunks
-        if self.layout is None:
-            if model.layers < parts:
-                raise EstimateError(f"stages={self.stages}: {model.name} has {model.layers} layers: use no more parts")
-            if model.layers % parts:
-                raise EstimateError(
-                    f"stages={self.stages}: {model.layers} layers do not divide by {parts} parts (stages × chunks): "
-                    "choose a divisor, or say with layout how many layers each has"
-                )
-        elif len(self.layout) != parts or sum(self.layout) != model.layers or min(self.layout) < 0:
-            said = ",".join(map(str, self.layout))
-            raise EstimateError(f"layout={said}: give {parts} numbers that add up to {model.layers} layers")
 
     def layers_of(self, model: Model) -> Sequence[int]:
         """Layers of each part of the pipeline, in the order of the model."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from evenpipe.descriptions import Device
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.stage_bytes import StageBytes
+from evenpipe.planner.stage_nodes import Positions
 from evenpipe.schedule import Program, ScheduleError
 from evenpipe.simulate import Costs
 
@@ -20,14 +21,6 @@ _SHARE: Final = 0.95
 _SECONDS: Final = 1.5
 _SAMPLES: Final = 4
 _GIB: Final = 2**30
-
-
-class _Where(Protocol):
-    @property
-    def at(self) -> Sequence[Sequence[int]]: ...
-
-    @property
-    def stages(self) -> Sequence[int]: ...
 
 
 def caps(none: Sequence[StageBytes], some: Sequence[StageBytes], devices: Sequence[Device]) -> list[int]:
@@ -46,7 +39,7 @@ def searched_gib(device: Device) -> float:
 
 def searched_program(
     run: Run,
-    where: _Where,
+    where: Positions,
     costs: Costs,
     units: Sequence[Sequence[int]],
     left: Sequence[Sequence[int]],

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from evenpipe.descriptions import Device
 from evenpipe.planner.operations.operation import Operation, Parameters, summed
-from evenpipe.planner.operations.parts import Blocks, Part, Recomputed
+from evenpipe.planner.operations.parts import Block, Blocks, Part, Recomputed
 from evenpipe.planner.run import Recompute, Run
 from evenpipe.schedule import Places
 
@@ -17,6 +17,7 @@ __all__ = [
     "StageBytes",
     "States",
     "bytes_of_stage",
+    "chunk_of",
     "chunks_of",
     "parameters_of",
     "slack",
@@ -62,7 +63,6 @@ def states(parameters: Parameters, run: Run, versions: int = 1, transposing: boo
     shared = of_matrix * trained.narrow + of_other * (trained.shared - trained.narrow)
     held = shared / shards[0] + of_matrix * trained.expert / shards[1]
     owned = trained.shared / shards[0] + trained.expert / shards[1]
-    gradient = 4 if run.gradients_in_fp32 else 2
     part = (parameters.shared / shards[0] + parameters.expert / shards[1]) / parameters.all if parameters.all else 1.0
     weights = run.element_bytes * parameters.all
     if run.quantization is not None:
@@ -74,7 +74,7 @@ def states(parameters: Parameters, run: Run, versions: int = 1, transposing: boo
     return States(
         weights=(part if run.shards_parameters else versions) * weights
         + run.element_bytes * trained.all * (corrected in ("weight-prediction", "nesterov")),
-        gradients=gradient * (owned if run.shards_gradients else trained.all + (versions - 1) * owned),
+        gradients=run.gradient_bytes * (owned if run.shards_gradients else trained.all + (versions - 1) * owned),
         optimizer=(1 - run.optimizer_offload) * held + 4 * owned * (corrected == "error-feedback"),
         step=0 if run.gradients_in_fp32 else stepped * owned,
     )
@@ -132,21 +132,32 @@ class Chunk(NamedTuple):
 
 def chunks_of(parts: Sequence[Part], blocks: Blocks) -> list[Chunk]:
     """One of each part, in the order of the model."""
-    return [_chunk(part, blocks) for part in parts]
+    alone = {block: _alone(block, blocks) for block in {block for part in parts for block in part}}
+    return [chunk_of((alone[block], count) for block, count in part.items()) for part in parts]
 
 
-def _chunk(part: Part, blocks: Blocks) -> Chunk:
-    each = [(block, count, blocks.recomputed(block), blocks.offloaded(block)) for block, count in part.items()]
-    mask = blocks.attention_mask_bytes(part)
+def _alone(block: Block, blocks: Blocks) -> Chunk:
+    again, away, mask = blocks.recomputed(block), blocks.offloaded(block), blocks.attention_mask_bytes({block: 1})
+    parameters = blocks.parameters[block]
+    # Two layers' activations are on their way to the host or back.
+    working = _working(blocks.operations[block], again) + 2 * away
     return Chunk(
-        parameters_of(part, blocks),
-        sum(count * (again.kept_bytes - away) for _, count, again, away in each) + mask,
-        sum(count * blocks.left_bytes[block] for block, count in part.items()),
-        # Two layers' activations are on their way to the host or back.
-        max((_working(blocks.operations[block], again) + 2 * away for block, _, again, away in each), default=0.0),
+        parameters, again.kept_bytes - away + mask, blocks.left_bytes[block], working, mask, away, parameters.all
+    )
+
+
+def chunk_of(each: Iterable[tuple[Chunk, int]]) -> Chunk:
+    """Return a part that has so many of each of these blocks, whose layers share a mask."""
+    each = list(each)
+    mask = max((one.attention_mask_bytes for one, _ in each), default=0.0)
+    return Chunk(
+        summed(one.parameters.times(count) for one, count in each),
+        sum((one.kept_bytes - one.attention_mask_bytes) * count for one, count in each) + mask,
+        sum(one.left_bytes * count for one, count in each),
+        max((one.working_bytes for one, _ in each), default=0.0),
         mask,
-        sum(count * away for _, count, _, away in each),
-        max((blocks.parameters[block].all for block in part), default=0.0),
+        sum(one.offloaded_bytes * count for one, count in each),
+        max((one.block for one, _ in each), default=0.0),
     )
 
 
@@ -214,8 +225,7 @@ def _in_flight(own: Sequence[Chunk], run: Run) -> float:
         return 0.0
     every, block = sum(chunk.parameters.all for chunk in own), max(chunk.block for chunk in own)
     weights = run.element_bytes * min(every, block + max(_UNIT / 2, block)) if run.shards_parameters else 0.0
-    gradient = 4 if run.gradients_in_fp32 else 2
-    return weights + (gradient * min(every, max(_UNIT, 2 * block)) if run.shards_gradients else 0.0)
+    return weights + (run.gradient_bytes * min(every, max(_UNIT, 2 * block)) if run.shards_gradients else 0.0)
 
 
 def _not_offloaded(own: Sequence[Chunk], saved: int, stage: int, run: Run) -> int:

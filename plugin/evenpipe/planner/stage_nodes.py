@@ -1,4 +1,4 @@
-"""The nodes of a run's stages in a cluster of unlike nodes, with their devices and links."""
+"""Where a run is: its parts in stages, and its stages on nodes, with their devices and links."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from evenpipe.descriptions import Cluster, Device, Model
 from evenpipe.planner.iteration import HandOver, PartTime, hand_over
 from evenpipe.planner.kernels import Calibration, Kernels, in_pairs
 from evenpipe.planner.run import Run
-from evenpipe.schedule import partner
+from evenpipe.schedule import Places, partner
 
-__all__ = ["ONLY", "Groups", "Placed", "StageNodes", "slowest"]
+__all__ = ["ONLY", "Groups", "Placed", "Positions", "StageNodes", "positions_of", "slowest"]
 
 #: Numbers of the groups of equal nodes that the GPUs of one stage are in.
 Groups = frozenset[int]
@@ -27,6 +27,32 @@ _Times = TypeVar("_Times", PartTime, HandOver)
 def slowest(times: Sequence[_Times]) -> _Times:
     """Return the longest of each time: all members wait for it."""
     return times[0] if len(times) == 1 else type(times[0])(*map(max, zip(*times, strict=True)))
+
+
+class Positions(NamedTuple):
+    """Where the parts of a pipeline are, and what its stages hand over.
+
+    at: the positions of each stage's parts. stages: of each position, its stage. sends, returns: of each stage, how
+    many of its forwards and backwards hand over to another.
+    """
+
+    at: Sequence[Sequence[int]]
+    stages: Sequence[int]
+    sends: Sequence[int]
+    returns: Sequence[int]
+
+
+@cache
+def positions_of(places: Places) -> Positions:
+    """Return where the parts of a pipeline are.
+
+    The result is the same for equal places, however many micro-batches go through them.
+    """
+    stages = [place.stage for place in places.order]
+    at = [[places.position(stage, chunk) for chunk in range(places.chunks)] for stage in range(places.stages)]
+    sends = [sum(n + 1 < len(stages) and stages[n + 1] != stage for n in own) for stage, own in enumerate(at)]
+    returns = [sum(n > 0 and stages[n - 1] != stage for n in own) for stage, own in enumerate(at)]
+    return Positions(at, stages, sends, returns)
 
 
 class _Order(NamedTuple):

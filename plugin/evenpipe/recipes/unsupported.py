@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from evenpipe.descriptions import Model
+from evenpipe.planner.possible import check
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.question import Engine
 from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, Framework, Launcher, Recipe, RecipeError, Settings, series
@@ -47,7 +48,7 @@ def refuse_before_planning(kind: str, model: Model, framework: Framework, settin
 
 def refuse(recipe: Recipe, engine: Engine) -> None:
     """Raise RecipeError for the first reason why the recipe cannot be started. Raises EstimateError too."""
-    recipe.run.check(recipe.model, recipe.cluster)
+    check(recipe.run, recipe.model, recipe.cluster)
     if recipe.run.lora_rank:
         raise RecipeError(NO_ADAPTERS)
     for line in (*_of_run(recipe.model, recipe.run, recipe.framework, engine), *_of_launcher(recipe)):

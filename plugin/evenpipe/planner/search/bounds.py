@@ -7,13 +7,12 @@ from functools import cache
 from typing import Final, NamedTuple
 
 from evenpipe.descriptions import Device
-from evenpipe.planner.estimate import Positions
 from evenpipe.planner.iteration import HandOver, batch_end
 from evenpipe.planner.operations.operation import Parameters, summed
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.profiles import PartCost
 from evenpipe.planner.stage_bytes import Chunk, States, bytes_of_stage, stage_states
-from evenpipe.planner.stage_nodes import Placed
+from evenpipe.planner.stage_nodes import Placed, Positions
 from evenpipe.schedule import KINDS, Size, Spec
 from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 

@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Final, Literal, NamedTuple
 
 from evenpipe.descriptions import Model
-from evenpipe.planner.estimate import Positions, positions_of
 from evenpipe.planner.iteration import HandOver
 from evenpipe.planner.run import Placement, Run
 from evenpipe.planner.search.bounds import (
@@ -22,6 +21,7 @@ from evenpipe.planner.search.bounds import (
 from evenpipe.planner.search.profiles import Divided, PartCost, Profile
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.shape_costs import Held, Shape, ShapeCosts
+from evenpipe.planner.stage_nodes import Positions, positions_of
 from evenpipe.schedule import Places, ScheduleError, Size, Spec, find
 
 __all__ = [
@@ -272,19 +272,17 @@ def candidates(question: Question) -> Iterator[Candidate]:
 
 def candidates_of(question: Question, group: Group) -> Iterator[Candidate]:
     """Yield those of a group."""
-    before = 0
+    numbers = count()
     for shape in _shapes(question, group):
-        for candidate in _of_shape(question, shape, group.number, before):
-            before += 1
-            yield candidate
+        yield from _of_shape(question, shape, group.number, numbers)
 
 
-def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iterator[Candidate]:
+def _of_shape(question: Question, shape: Shape, group: int, numbers: Iterator[int]) -> Iterator[Candidate]:
     run = shape.run
     have = question.cluster.device.memory_gib * 2**30
     same = ShapeCosts(question, shape)
     largest: set[tuple[str, bool]] = set()  # schedules of which no larger group is of use
-    for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
+    for way in ways(run, question.schedules, question.bpipe):
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
         if split and run.recompute == "full":  # slower than 1F1B that recomputes as much, or less, in that memory
             continue
@@ -320,7 +318,7 @@ def _of_shape(question: Question, shape: Shape, group: int, before: int) -> Iter
             largest.add((way.spec.name, way.bpipe))
         yield Candidate(
             ms / run.global_batch * tried.iterations,
-            (way.bpipe, run.stages * run.chunks, way.size.group_size, group, number),
+            (way.bpipe, run.stages * run.chunks, way.size.group_size, group, next(numbers)),
             nbytes,
             tried,
             tuple(families_of(question, tried, allowed)),

@@ -242,41 +242,25 @@ def plan_of(question: Question, found: Found) -> Plan:
 
 
 def _planned(one: Planned, asked: Run) -> PlannedRun:
-    run, estimate = one.run, one.estimate
+    run, written = one.run, one.estimate.to_json()
+    said = {name: written[name] for name in PlannedRun.model_fields if name in written}
+    said |= {name: getattr(run, name) for name in PlannedRun.model_fields if hasattr(run, name)}
     return PlannedRun(
+        **said,
         tensor_parallel=run.tensor,
-        stages=run.stages,
         data_parallel=run.data,
         context_parallel=run.context,
         expert_parallel=run.expert,
         expert_tensor_parallel=run.expert_ways,
-        chunks=run.chunks,
         micro_batch_size=run.micro_batch,
-        micro_batches=run.micro_batches,
         accumulation=run.micro_batches / run.stages,
         global_batch_size=run.global_batch,
-        recompute=run.recompute,
         recompute_modules=() if run.recomputing == run.recompute else run.recomputed_modules,
-        schedule=run.schedule,
-        bpipe=run.bpipe,
-        group_size=run.group_size,
-        layout=run.layout,
-        further_part=run.further_part,
-        placement=run.placement,
-        quantized=run.quantized,
-        dispatcher=run.dispatcher,
-        mfu=estimate.mfu,
-        logged_tflops_per_gpu=estimate.logged_tflops,
         bubble=one.bubble,
-        iteration_ms=estimate.iteration_ms,
-        samples_per_second=estimate.samples_per_second,
-        tokens_per_second_per_gpu=estimate.tokens_per_second,
         iterations_to_same_loss=run.iterations,
-        uncertainty=estimate.uncertainty._asdict(),
-        memory_gib=estimate.fullest.bytes.total / 2**30,
-        each_stage=[StagePlan.model_validate(stage) for stage in estimate.to_json()["stages"]],
-        warnings=list(estimate.warnings),
-        flags=" ".join(_flags(one.run, asked)),
+        memory_gib=one.estimate.fullest.bytes.total / _GIB,
+        each_stage=written["stages"],
+        flags=" ".join(_flags(run, asked)),
     )
 
 

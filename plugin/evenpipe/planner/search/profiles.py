@@ -14,7 +14,7 @@ from evenpipe.planner.operations.operation import summed
 from evenpipe.planner.operations.parts import Block, Blocks, Part, parts_of
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.balanced_layout import Layout, settled_layout
-from evenpipe.planner.stage_bytes import Chunk, chunks_of
+from evenpipe.planner.stage_bytes import Chunk, chunk_of, chunks_of
 from evenpipe.planner.stage_nodes import ONLY, Groups, StageNodes, slowest
 from evenpipe.planner.uncertainty import EQUAL
 
@@ -96,17 +96,8 @@ class Profile:
 
     def _summed(self, part: _Counts, groups: Groups) -> PartCost:
         each = [(self._of(groups)[kind], count) for kind, count in part]
-        mask = max((one.chunk.attention_mask_bytes for one, _ in each), default=0.0)
-        return PartCost(
-            PartTime(*(sum(one.time[field] * count for one, count in each) for field in range(3))),
-            Chunk(
-                summed(one.chunk.parameters.times(count) for one, count in each),
-                sum((one.chunk.kept_bytes - one.chunk.attention_mask_bytes) * count for one, count in each) + mask,
-                sum(one.chunk.left_bytes * count for one, count in each),
-                max((one.chunk.working_bytes for one, _ in each), default=0.0),
-                mask,
-            ),
-        )
+        times = PartTime(*(sum(one.time[field] * count for one, count in each) for field in range(3)))
+        return PartCost(times, chunk_of((one.chunk, count) for one, count in each))
 
     def _balanced(
         self, owners: tuple[int, ...], on: tuple[Groups, ...] | None = None, most: tuple[int, ...] | None = None

@@ -11,6 +11,7 @@ from typing import Final, get_args
 from evenpipe.descriptions import Cluster, Framework, Model
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.group_memory import divisors
+from evenpipe.planner.possible import check_precision
 from evenpipe.planner.run import EstimateError, Module, Placement, Recompute, Run
 from evenpipe.planner.search.profiles import Divided
 from evenpipe.planner.stage_nodes import StageNodes
@@ -132,7 +133,7 @@ class Question:
     def check(self) -> None:
         """Raises EstimateError for what no run on this cluster can compute in, and where no schedule is left."""
         for kind, base in product(self.cluster.kinds, self.bases(1)):
-            base.check_precision(kind.device)
+            check_precision(base, kind.device)
         reasons = [self.refused(find(name)) for name in self.schedules]
         if all(reasons):
             able = ", ".join(name for name in offered(self.engine.offers) if not self.refused(find(name)))

@@ -8,7 +8,6 @@ from functools import cache
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from evenpipe.planner.estimate import Positions
 from evenpipe.planner.iteration import HandOver, message_bytes_of
 from evenpipe.planner.kernels import FITTED
 from evenpipe.planner.run import Run
@@ -17,7 +16,7 @@ from evenpipe.planner.search.bounds import least_bytes, least_end_ms, unlike
 from evenpipe.planner.search.profiles import PartCost, Profile
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.stage_bytes import Chunk, States, bytes_of_stage, stage_states
-from evenpipe.planner.stage_nodes import Placed
+from evenpipe.planner.stage_nodes import Placed, Positions
 
 __all__ = ["Held", "Shape", "ShapeCosts"]
 
