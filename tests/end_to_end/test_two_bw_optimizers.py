@@ -50,11 +50,8 @@ CASES: dict[Name, dict[str, Any]] = {
 }
 CASES[LAYER_WISE, "none", 2] = _SHARED_OUT
 CASES["Adam", "error-feedback", 22] = {**_SHARED_OUT, "distributed_optimizer": True}
-#: Of four stages, every optimizer once, and every correction.
-FOUR = [
-    *(("Adam", "error-feedback", 4), ("SGD", "none", 4), ("Lion", "nesterov", 4), ("LARS", "weight-prediction", 4)),
-    *(("RMSprop", "none", 4), ("Adafactor", "error-feedback", 4), ("Muon", "weight-prediction", 4)),
-]
+#: Of four stages, every correction once.
+FOUR = [("Adam", "error-feedback", 4), ("Lion", "nesterov", 4), ("LARS", "none", 4), ("Muon", "weight-prediction", 4)]
 LONG = [name for name in CASES if name[2] == 4 and name not in FOUR]
 
 
