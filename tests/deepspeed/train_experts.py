@@ -1,8 +1,8 @@
 """Trains layers of `deepspeed.moe`: under 2bw, and in DeepSpeed's own engine by the same rule, by hand.
 
 A case is {"config": {..}, "steps", "folder" (where a checkpoint goes, from which a second engine goes on), "broken" (a
-batch in which one expert of one replica has an infinite gradient), "fused", "ep_size", "stages" and "only_first" (the
-last stage has no experts)}.
+batch in which one expert of one replica has an infinite gradient), "fused", "ep_size", "model_parallel" (experts are
+dealt out among two ranks that have the same tokens), "stages" and "only_first" (the last stage has no experts)}.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed import initialize
+import torch.distributed as dist
+from deepspeed import comm, initialize
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from train_tiny import HIDDEN, MICRO_BATCH, Block, Embedding, Head, batches, digest, loss_of, run
 
 _FUSED_ADAM = deepspeed_engine.FusedAdam
+_GATHER = comm.all_gather_into_tensor
 MORE = 2
 
 
@@ -62,14 +65,27 @@ def with_routers(output: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
 def _net(given: dict[str, Any]) -> PipelineModule:
     ep_size = given.get("ep_size", 2)
     second = LayerSpec(Beside) if "only_first" in given else LayerSpec(Experts, ep_size)
-    return PipelineModule(
+    laid: dict[str, Any] = {"num_stages": given.get("stages", 2)}
+    if "model_parallel" in given:  # two processes of each replica, which compute the same
+        comm.all_gather_into_tensor = _flat  # tokens of the two, in a flat buffer
+        laid = {"topology": PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=dist.get_world_size() // 4)}
+    net = PipelineModule(
         [LayerSpec(Embedding), LayerSpec(Experts, ep_size), second, LayerSpec(Last)],
-        num_stages=given.get("stages", 2),
+        **laid,
         loss_fn=with_routers,
         seed_layers=True,
         base_seed=7,
         partition_method="uniform",
     )
+    for layer in net.modules():
+        if "model_parallel" in given and isinstance(layer, Experts):
+            layer.norm.weight.model_parallel = True  # DeepSpeed's norm fails on a rank that counts nothing
+    return net
+
+
+def _flat(gathered: Tensor, own: Tensor, *group: Any, **how: Any) -> Any:
+    """Gather as NCCL does, for which shapes do not matter; gloo asks for like ones."""
+    return _GATHER(gathered.view(-1), own.reshape(-1), *group, **how)
 
 
 def engine_of(given: dict[str, Any], section: dict[str, Any] | None) -> tuple[Any, Any]:
@@ -84,6 +100,7 @@ def engine_of(given: dict[str, Any], section: dict[str, Any] | None) -> tuple[An
         "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}},
         "steps_per_print": 1000,
         "gradient_clipping": 0.0,
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         **given["config"],
         **({"evenpipe": section} if section is not None else {}),
     }

@@ -17,18 +17,18 @@ class Lion(torch.optim.Optimizer):
     """The sign of a momentum (Chen et al., *Symbolic Discovery of Optimization Algorithms*, 2023); counts its steps."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, **_: Any) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.99), "steps": 0})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.99), "step": 0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            group["steps"] += 1
+            group["step"] += 1
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
                 one, other = group["betas"]
-                rate = group["lr"] / (1 if group["steps"] < 10 else 2)
+                rate = group["lr"] / (1 if group["step"] < 10 else 2)
                 parameter.mul_(1 - rate * group["weight_decay"])
                 parameter.add_(momentum.lerp(parameter.grad, 1 - one).sign_(), alpha=-rate)
                 momentum.lerp_(parameter.grad, 1 - other)
@@ -55,7 +55,7 @@ class Muon(torch.optim.Optimizer):
     """Torch's Muon for whatever is a matrix, and its NAdam for the rest."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, **_: Any) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
         self._kinds: list[tuple[bool, torch.optim.Optimizer]] = [
             (True, torch.optim.Muon([torch.nn.Parameter(torch.zeros(1, 1))], lr=lr)),
             (False, torch.optim.NAdam([torch.nn.Parameter(torch.zeros(1))], lr=lr)),
@@ -76,6 +76,7 @@ class Muon(torch.optim.Optimizer):
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Adam": torch.optim.AdamW,
     "Lion": Lion,
     "LARS": Lars,
     "Muon": Muon,
@@ -84,7 +85,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adafactor": lambda params, lr, **_: torch.optim.Adafactor(params, lr=lr),
 }
 #: The learning rate tells which one is wanted, so that one set of processes trains with all of them.
-RATES = {"Lion": 0.001, "LARS": 0.011, "Muon": 0.012, "Muon, layer-wise": 0.013, "RMSprop": 0.0014, "Adafactor": 0.015}
+RATES = {"Adam": 0.01, "Lion": 0.001, "LARS": 0.011, "Muon": 0.012, "RMSprop": 0.0014, "Adafactor": 0.015}
+RATES["Muon, layer-wise"] = 0.013
 LAYER_WISE = "Muon, layer-wise"
 
 

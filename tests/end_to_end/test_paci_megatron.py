@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "p=2, Adam, experts": {**_FREE, "stages": 2, "micro_batches": 3, "experts": 4},
     "DP2 x PP2": {**_FREE, "stages": 2, "micro_batches": 3, "data_parallel": 2, "distributed_optimizer": True},
 }
+_SHARED_OUT = {**CASES["DP2 x PP2"], "experts": 4, "expert_parallel": 2}
 
 
 def options_of(name: str) -> TrainOptions:
@@ -53,6 +54,14 @@ def test_stages_step_by_themselves(runs: dict[str, RunResult], oracles: dict[str
     assert (run.losses, run.weights_sha256) == (oracle.losses, oracle.weights_sha256)
     assert run.weight_versions_peak == 1
     assert [stage.weight_version_bytes for stage in run.stages] == [0] * options_of(name).stages
+
+
+def test_experts_that_are_shared_out_train_by_the_same_rule() -> None:
+    """They add up the tokens of all replicas in another order."""
+    options = TrainOptions.of(**_SHARED_OUT)
+    [run], [oracle] = run_cases([options]), train_cases([Case(options, 0)])
+    assert run.losses[-1] < run.losses[0]
+    assert run.losses == pytest.approx(oracle.losses, rel=1e-5)
 
 
 def test_a_resumed_run_goes_on_as_the_run_that_saved(tmp_path: Path) -> None:

@@ -45,6 +45,14 @@ class FusedAdam(torch.optim.AdamW):
         self.master_weights, self._remainders = master_weights, store_param_remainders
         self._moments = exp_avg_dtype, exp_avg_sq_dtype
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Torch's, which gives states the type of their parameter; here, as there, they keep their own."""
+        super().load_state_dict(state_dict)
+        every = (one for group in self.param_groups for one in group["params"])
+        for number, one in enumerate(every):
+            if number in state_dict["state"]:
+                self.state[one] = {name: value.clone() for name, value in state_dict["state"][number].items()}
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:

@@ -158,12 +158,11 @@ def _not_with_two_bw(engine: Any, gradients: object | None) -> Iterator[tuple[st
             "does not know where it keeps the gradients that wait for their step",
             'use ZeRO 0 or 1 with any torch optimizer, no offloading, and in fp16 no other "grad_accum_dtype"',
         )
-    if engine.has_moe_layers and engine.is_model_parallel:
+    if engine.has_moe_layers and engine.is_model_parallel and getattr(gradients, "sharded", False):
         yield (
-            "a topology with model parallelism is, beside layers of experts,",
-            "would count experts of the first model-parallel rank several times and no others, as DeepSpeed deals them "
-            "out among consecutive ranks",
-            "use data, expert and pipeline parallelism only, or another schedule",
+            "a topology with model parallelism is, beside layers of experts and with this ZeRO optimizer,",
+            "takes its norm, which leaves out experts of all model-parallel ranks but the first",
+            'use ZeRO 0, or "bf16" with "grad_accum_dtype": "fp32"',
         )
     scalers = (engine, "torch_autocast_z0_gradscaler"), (engine.optimizer, "torch_autocast_gradscaler")
     if any(getattr(owner, name, None) is not None for owner, name in scalers):

@@ -148,8 +148,9 @@ class TwoBWEngine(EvenPipeEngine):
             places = [place for place, weight in enumerate(weights) if experts_of(weight) == name]
             # DeepSpeed saves a tied layer as the first stage has it, whose parameters beside the tied one differ.
             saved = [weights[place] for place in places if not getattr(weights[place], "ds_pipe_replicated", False)]
-            own = f"-{name}_{groups._get_expert_parallel_rank(name):02d}" if name else ""
-            path = checkpoint / f"evenpipe_2bw_stage_{self.stage_id:02d}{shard}{own}.pt"
+            # Experts are dealt out among a stage's model-parallel ranks too.
+            own = f"-{name}_{groups._get_expert_parallel_rank(name):02d}" if name else shard
+            path = checkpoint / f"evenpipe_2bw_stage_{self.stage_id:02d}{own}.pt"
             replica = groups._get_expert_data_parallel_rank(name) if name else self.grid.get_data_parallel_id()
             parts.append((side_file.Part([path], saved, places if experts else None), replica))
         if self.two_bw.correction is not None and self.two_bw.correction.own:

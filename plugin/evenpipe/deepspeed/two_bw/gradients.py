@@ -156,18 +156,23 @@ class EngineGradients(Gradients):
         """Return the norm of the `gradient` of a `weight` that no other stage counts, in fp32, on the device.
 
         A weight that is not cut among a stage's model-parallel ranks is counted by the first of them, as DeepSpeed does
-        it. On the others the norm is 0, or not a number: an overflow that only they have is one too.
+        it. On the others the norm is 0, or not a number: an overflow that only they have is one too. Experts are dealt
+        out among all of these ranks.
         """
         norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        return norm if self.shard == 0 or is_model_parallel_parameter(weight) else norm * 0
+        own = self.shard == 0 or is_model_parallel_parameter(weight) or is_moe_param(weight)
+        return norm if own else norm * 0
 
     def _sum_of_squares(self, norms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the sum of squares of weights' `norms`, a double; of experts, over all ranks that have others."""
+        """Return the sum of squares of weights' `norms`, a double; of experts, over all ranks that have others.
+
+        The first of a stage's model-parallel ranks counts that of experts, which all of them know.
+        """
         total = self._squared([norm for weight, norm in norms if experts_of(weight) is None])
         for name, group in self.experts.items():
             of_experts = self._squared([norm for weight, norm in norms if experts_of(weight) == name])
             dist.all_reduce(of_experts, group=group)
-            total = total + of_experts
+            total = total + (of_experts if self.shard == 0 else of_experts * 0)
         return total
 
     def _squared(self, norms: list[Tensor]) -> Tensor:
