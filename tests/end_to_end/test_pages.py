@@ -141,12 +141,12 @@ def test_an_external_link_leads_somewhere(address):
     """Skipped without a network; an answer that forbids programs (403, 429) is one."""
     asked = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0 (link check)"})
     try:
-        with urllib.request.urlopen(asked, timeout=20) as answer:
-            assert answer.status < 400
+        status = urllib.request.urlopen(asked, timeout=20).status
     except urllib.error.HTTPError as error:
-        assert error.code in (403, 405, 429), f"{address}: {error.code}"
+        status = error.code
     except (urllib.error.URLError, TimeoutError) as error:
         pytest.skip(f"no network: {error}")
+    assert status < 400 or status in (403, 405, 429)
 
 
 def test_external_links_are_found():

@@ -390,7 +390,7 @@ class Run:
             if model.layers % parts:
                 raise EstimateError(
                     f"stages={self.stages}: {model.layers} layers do not divide by {parts} parts (stages × chunks): "
-                    "choose a divisor, or say with layout how many layers each has"
+                    "choose a divisor, or give a layout: how many layers each has"
                 )
         elif len(self.layout) != parts or sum(self.layout) != model.layers or min(self.layout) < 0:
             said = ",".join(map(str, self.layout))
