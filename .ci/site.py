@@ -1,7 +1,7 @@
 """Make a site of pages that are written for a checkout: the README and others beside docs/ are pages of it too.
 
 A hook of mkdocs. Links between pages stay links; a link to what is no page, such as a script, is its text. The page of
-public names gets a reference of them, from their docstrings.
+public names gets a reference of them, from their docstrings. Flags are never broken at their hyphens.
 """
 
 import os
@@ -22,6 +22,8 @@ BESIDE: Final = {
     "recipes/README.md": "catalogue.md",
 }
 _LINK: Final = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_CODE_BLOCK: Final = re.compile(r"(<pre.*?</pre>)", re.DOTALL)
+_CODE: Final = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
 _FENCED: Final = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -62,3 +64,13 @@ def reference(markdown: str) -> str:
     rows = re.findall(r"^\| `([\w.]+)` \| (.*?) \|", table, re.MULTILINE)
     names = [f"{module}.{name}" for module, listed in rows for name in re.findall(r"`([a-zA-Z]\w*)`", listed)]
     return "\n\n## Reference\n\n" + "\n\n".join(f"::: {name}" for name in names) + "\n"
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Mark words with hyphens, such as flags, in code within a line: `docs/words.css` keeps them in one piece."""
+
+    def marked(match: re.Match[str]) -> str:
+        return re.sub(r"[^\s<>]*-\w[^\s<>]*", r'<span class="word">\g<0></span>', match[0])
+
+    parts = _CODE_BLOCK.split(html)
+    return "".join(part if number % 2 else _CODE.sub(marked, part) for number, part in enumerate(parts))

@@ -48,6 +48,23 @@ def test_nothing_is_loaded_from_elsewhere(site):
         assert loaded == [], page.name
 
 
+def test_a_flag_is_never_broken_at_its_hyphens(site):
+    """On a narrow screen, in a line and in a table; one that is wider than the screen is."""
+    page_of = pytest.importorskip("benchmarks.browser", reason="needs playwright")
+    try:
+        with page_of.chromium() as browser:
+            page = browser.new_page(viewport={"width": 400, "height": 900})
+            page.goto((site / "megatron.html").as_uri())
+            words = page.evaluate(
+                "[...document.querySelectorAll('article code .word')].map(one => [one.textContent, "
+                "one.getBoundingClientRect().height / parseFloat(getComputedStyle(one).lineHeight)])"
+            )
+    except page_of.NoBrowser as error:
+        pytest.skip(str(error))
+    assert {"--evenpipe", "--evenpipe-schedule"} <= {word for word, _ in words}
+    assert not [word for word, lines in words if lines > 1.5 and len(word) < 40]
+
+
 def test_a_link_that_leads_nowhere_is_reported(tmp_path):
     """To a page, and to a place in one."""
     docs = tmp_path / "docs"

@@ -27,6 +27,12 @@ FILES = {
     "broken.py": b"def f(:",
     "ds.json": b'{"train_batch_size": 8}',
     "hf.json": b'{"model_type": "zzz"}',
+    "llama.json": b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": -1}',
+    "deep.json": b"[" * 100000,
+    "tab.yaml": b"models:\n\t- x",
+    "tag.yaml": b"models: !!python/object/apply:os.system ['ls']",
+    "twice.txt": b"F0 F0 B0\nF0 B0 B0\n",
+    "rank.json": b'{"train_batch_size": 8, "evenpipe": 3}',
 }
 #: What each command takes.
 GOOD = {
@@ -172,6 +178,23 @@ run broken.py | broken.py:1: is no Python (
 run --estimate broken.py | broken.py:1: is no Python (
 run bin.json | bin.json: is no Python (
 doctor --checkpoint-gib 5 | --checkpoint-gib: where are they to go? Give --checkpoint-dir DIR
+schedule --schedule file:twice.txt | --schedule file:twice.txt: schedule table, stage 0, step 1: F0 finds
+schedule --out '' | --out: names no file: give one
+schedule --no-bpipe | --no-bpipe: unknown option, did you mean --bpipe?
+schedule --schedule searched --costs deep.json | deep.json: the file: is no JSON
+estimate --model tab.yaml | --model tab.yaml: line 2: is no YAML (found character
+estimate --model tag.yaml | --model tag.yaml: line 1: is no YAML (could not determine a constructor
+estimate --model hf.json | --model hf.json: a JSON file is none of models: give a config.json by --hf
+estimate --precision mxfp8 --fp8-recipe delayed | --fp8-recipe delayed: contradicts --precision mxfp8
+estimate --precision nvfp4 --fp8-format hybrid | --fp8-format hybrid: contradicts --precision nvfp4
+estimate --precision nvfp4 | products in nvfp4: a100-80gb has no fp4: compute in bf16
+plan --precision tensorwise,mxfp8 --fp4-format e2m1 | --fp4-format e2m1: contradicts --precision tensorwise,mxfp8
+recipe --set = | --set =: give key=value
+report deep.json --html x.html | deep.json: is no JSON document
+fit deep.json | deep.json: is nested too deeply
+fit rank.json --model gpt3-13b --stages 2 --cluster 1x8-h100 | rank.json: evenpipe: must be an object
+fit tag.yaml | tag.yaml:1: is neither YAML nor JSON
+fit -- torchrun pretrain_gpt.py --micro-batch-size 1 | --num-layers: not given
 fit | no script: give the line that starts the run
 fit -- torchrun pretrain_gpt.py --num-layers four | --num-layers: 'four' is no whole number
 fit -- torchrun pretrain_gpt.py --num-layers | --num-layers: expected one argument
@@ -186,6 +209,8 @@ partition --stages 2 | a model: name one of --model, --module, --hf, --megatron 
 partition --stages 2 --module nowhere.py:f | --module nowhere.py:f: there is no file nowhere.py
 partition --stages 2 --module f.py:f | --module f.py:f: it should return (model, inputs), and returned int
 partition --stages 2 --hf hf.json | --hf hf.json: it has no 'architectures'
+partition --stages 2 --module f.py:g | --module f.py:g: the file has no g: name one of its functions
+partition --stages 2 --hf llama.json | LlamaForCausalLM cannot be built:
 partition --model gpt9 --stages 2 | --model gpt9: unknown, choose one of bert-large
 partition --megatron | --megatron: which flags? Give those of the run after --
 """

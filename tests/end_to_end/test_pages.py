@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 import sys
+import urllib.error
+import urllib.request
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -121,3 +123,31 @@ def test_links_of_a_page_lead_somewhere(page):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or target.suffix != ".md" or anchor in _anchors(target), link
+
+
+_ADDRESS = re.compile(r"https?://[^\s)\]>\"'`<]+")
+ADDRESSES = sorted(
+    {
+        found.rstrip(".,;:")
+        for page in [*PAGES, ROOT / "AGENTS.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+        for found in _ADDRESS.findall(page.read_text())
+    }
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_an_external_link_leads_somewhere(address):
+    """Skipped without a network; an answer that forbids programs (403, 429) is one."""
+    asked = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0 (link check)"})
+    try:
+        status = urllib.request.urlopen(asked, timeout=20).status
+    except urllib.error.HTTPError as error:
+        status = error.code
+    except (urllib.error.URLError, TimeoutError) as error:
+        pytest.skip(f"no network: {error}")
+    assert status < 400 or status in (403, 405, 429)
+
+
+def test_external_links_are_found():
+    assert any(address.startswith("https://arxiv.org/abs/") for address in ADDRESSES)

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -130,3 +131,23 @@ def _group_of(stat: Path) -> int:
         return int(stat.read_text().rpartition(")")[2].split()[2])
     except OSError:
         return -1
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "said"),
+    [
+        (1, ["--pipeline-model-parallel-size", "2"], "1 processes are no multiple of tensor × context × pipeline"),
+        (3, ["--pipeline-model-parallel-size", "3"], "8 layers are no multiple of 3 stages: change --num-layers"),
+        (1, ["--micro-batch-size", "0"], "change the flag that it names"),
+    ],
+)
+def test_what_megatron_refuses_of_the_flags_is_one_line(megatron_lm, processes, flags, said):
+    """A newcomer's first mistakes: no traceback, and what to do."""
+    command = [sys.executable, *RUN, "pretrain_gpt.py", *gpt_flags(2), "--bpipe", *flags]
+    job = start(command, megatron_lm, {"WORLD_SIZE": str(processes)})
+    output, _ = job.communicate(timeout=300)
+    (line,) = (line for line in output.splitlines() if line.startswith("evenpipe: error: "))
+    assert said in line
+    assert "arguments.py:" in line
+    assert "Traceback" not in output
+    assert job.returncode == 2

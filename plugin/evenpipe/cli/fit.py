@@ -149,9 +149,6 @@ def _without_dashes(words: Sequence[str]) -> Sequence[str]:
 
 def _answer(arguments: Namespace) -> None:
     """Print the answers to a run of Megatron's, and write one of them."""
-    line = read_line(arguments.line)
-    if line is not None and not Path(line.script).exists():
-        say(f"{line.script}: there is no such file here: the answer is about its flags alone")
     try:
         source = _source(arguments)
         _refuse(arguments, source)
@@ -159,6 +156,9 @@ def _answer(arguments: Namespace) -> None:
             found = answered(source, arguments.keep, _step(show_progress))
     except FitError as error:
         raise UsageError(str(error)) from error
+    line = read_line(arguments.line)
+    if line is not None and not Path(line.script).exists():
+        say(f"{line.script}: there is no such file here: the answer is about its flags alone")
     if arguments.json:
         print(found.fit.model_dump_json())
     else:

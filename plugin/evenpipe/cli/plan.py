@@ -334,7 +334,7 @@ def _run(arguments: Namespace) -> None:
         show(plan, estimate)
         if len(of_best) > 1 and arguments.out not in (None, STANDARD_OUTPUT):
             last = shlex.join(["evenpipe", "recipe", "--plan", str(arguments.out), "--out", "DIR"])
-        print(last)
+        print(last) if last.startswith("evenpipe ") else print_prose(console_of(), last)
 
 
 def search_shown(command: str, question: Question, top: int, with_front: bool = False) -> Found:

@@ -144,6 +144,8 @@ def _number(text: str, unit: str, example: str) -> float:
 
 def output_file(text: str) -> Path:
     """Return the path of a file that can be written; ``-`` is standard output."""
+    if not text:
+        raise argparse.ArgumentTypeError("names no file: give one")
     path = STANDARD_OUTPUT if text == "-" else Path(text)
     if (obstacle := check_writable(path)) is not None:
         raise argparse.ArgumentTypeError(f"{text}: {obstacle}")

@@ -174,6 +174,8 @@ def _found(room: str, name: str, asked: str | None = None) -> tuple[str, str, Ma
     for file, found in entries(room).items():
         if name in found:
             return file, name, found[name]
+    if room == "models" and name.endswith(".json"):
+        raise DescriptionError(f"{asked or name}: a JSON file is none of {room}: give a config.json by --hf")
     near = nearest(name, names(room), _CLOSE)
     other = " Or" if near.endswith("?") else "; or"
     raise DescriptionError(f"{asked or name}: unknown among {room}, {near}{other} give a YAML file")
@@ -219,7 +221,10 @@ def _parsed(text: str, where: str, room: str) -> Entries:
     except RecursionError:
         raise DescriptionError(f"{where}: is nested too deeply: correct it") from None
     except yaml.YAMLError as error:
-        raise DescriptionError(f"{where}: is no YAML ({' '.join(str(error).split())}): correct it") from None
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f"line {mark.line + 1}: "
+        said = getattr(error, "problem", None) or error
+        raise DescriptionError(f"{where}: {line}is no YAML ({' '.join(str(said).split())}): correct it") from None
     if not isinstance(document, dict) or not isinstance(document.get(room), dict) or not document[room]:
         raise DescriptionError(f"{where}: has no {room}: write `{room}:`, and under it a name and what is said of it")
     unknown = [str(key) for key in document if key not in (room, "defaults")]

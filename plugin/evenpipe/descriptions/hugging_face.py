@@ -166,8 +166,10 @@ def _parsed(file: Path) -> Mapping[str, Any]:
     text = read_text(file, f"a {_FILE} of Hugging Face, or a folder with one, as `hf download` makes it")
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DescriptionError(f"{file}: is no JSON ({error}): name a {_FILE}") from None
+    except RecursionError:
+        raise DescriptionError(f"{file}: is nested too deeply: name a {_FILE}") from None
     if not isinstance(found, dict):
         raise DescriptionError(f"{file}: is no JSON object: name a {_FILE}")
     return found

@@ -72,8 +72,10 @@ def configuration_in(path: Path) -> dict[str, Any] | None:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise FitError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'no text'}") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except json.JSONDecodeError as error:
         raise FitError(f"{path}: is no JSON: {error}") from None
+    except RecursionError:
+        raise FitError(f"{path}: is nested too deeply") from None
     return found if isinstance(found, dict) and _KEYS & found.keys() else None
 
 

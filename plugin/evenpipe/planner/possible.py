@@ -112,11 +112,11 @@ def _wrong_precision(run: Run, device: Device) -> Iterator[str]:
                 yield f"{name}: nothing is quantized: say how, with quantized"
         return
     if run.rate not in device.tflops:
-        yield f"{run.rate}_format: {device.name} has no {run.rate}: compute in bf16"
+        yield f"products in {run.quantized}: {device.name} has no {run.rate}: compute in bf16"
     if run.quantized == "mxfp8" and "fp4" not in device.tflops:  # what scales blocks of 32 has 4 bits too
-        yield f"fp8_recipe=mxfp8: {device.name} has no MXFP8: choose tensorwise or delayed"
+        yield f"products in mxfp8: {device.name} has no MXFP8: choose tensorwise or delayed"
     if run.precision == "fp32":
-        yield f"{run.rate}_format: goes with bf16 or fp16, not fp32: choose bf16"
+        yield f"products in {run.quantized}: go with bf16 or fp16, not fp32: choose bf16"
     if run.quantized_parameters and run.quantization.gathered_bytes is None:
         yield f"fp8_param_gather: weights are not kept in {run.quantized}: leave it out"
 
@@ -148,5 +148,5 @@ def _wrong_layout(run: Run, model: Model) -> Iterator[str]:
     elif model.layers % parts:
         yield (
             f"stages={run.stages}: {model.layers} layers do not divide by {parts} parts (stages × chunks): "
-            "choose a divisor, or say with layout how many layers each has"
+            "choose a divisor, or give a layout: how many layers each has"
         )

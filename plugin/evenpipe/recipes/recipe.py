@@ -123,7 +123,7 @@ class Settings(BaseModel):
         given: dict[str, str] = {}
         for one in assignments:
             key, sign, value = one.partition("=")
-            if not sign:
+            if not sign or not key:
                 raise RecipeError(f"--set {one}: give key=value, such as data=/data/tokens")
             if key not in cls.model_fields:
                 raise RecipeError(f"--set {key}: there is no such setting, {nearest(key, cls.model_fields)}")

@@ -153,7 +153,7 @@ def choose(text: str) -> Spec:
             raise ScheduleError(
                 f"more than {_MOST_CHARACTERS:,} characters: name a file that `evenpipe schedule --out` wrote"
             )
-        schedule = Schedule.parse(text_of_table)
+        schedule = Schedule.parse(text_of_table, name="table")
         if not schedule.actions:
             raise ScheduleError("there is no schedule in it: name a file that `evenpipe schedule --out` wrote")
         # A size, and so a line, that is too wrong to be verified later is told with the file's name.

@@ -63,6 +63,15 @@ def test_evaluation_is_the_mean_over_labels(own: Any, ranks: list[Any]) -> None:
     assert ranks[0]["incomplete"] == ranks[1]["incomplete"] != ranks[0]["eval"][0]
 
 
+def test_a_loop_of_one_s_own_has_the_uncut_model_s_losses_and_generates_its_text(ranks: list[Any]) -> None:
+    for rank in ranks:
+        piped, uncut = rank["loop"]["losses"]
+        assert piped == (pytest.approx(uncut, rel=1e-5) if rank["loop"]["last"] else [])
+        assert uncut[-1] < uncut[0]
+        assert rank["loop"]["texts"][0] == rank["loop"]["texts"][1]
+        assert "batch['input_ids']: 7 samples are no multiple of gradient_accumulation_steps=4" in rank["loop"]["wrong"]
+
+
 def test_fp16_is_that_of_a_loop_with_torchs_scaler(ranks: list[Any]) -> None:
     """The first steps overflow and are skipped; the learning rate waits for them."""
     for rank in ranks:

@@ -179,6 +179,7 @@ def pipeline(folder: Path) -> None:
         "refused": refused,
         "wrong": wrong,
         "half": half(folder),
+        "loop": looped(folder),
         "metrics": computed(evaluating),
     }
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(document))
@@ -194,6 +195,34 @@ def refusal(call: Any, *given: Any, **named: Any) -> str:
     except ModelError as error:
         return str(error)
     return ""
+
+
+def looped(folder: Path) -> dict[str, Any]:
+    """Trains in a loop of one's own, by `pipeline` and uncut; then saves, loads and generates."""
+    from evenpipe.torch.hf import pipeline, save_pretrained, weightless_model
+
+    batch = longest(samples(4)[:8])
+    args, found = arguments(folder), weightless_model(folder / "model")
+    wrong = refusal(pipeline, found, args, {name: one[:7] for name, one in batch.items()})
+    piped = pipeline(found, args, batch, bpipe=True)
+    uncut = MixtralForCausalLM.from_pretrained(folder / "model").train()
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (piped, uncut)]
+    losses: list[list[float]] = [[], []]
+    for _ in range(3):
+        loss = piped.step(batch)
+        losses[0] += [] if loss is None else [loss.item()]
+        parts = [uncut(**{name: one[at : at + 2] for name, one in batch.items()}).loss / 4 for at in (0, 2, 4, 6)]
+        sum(parts).backward()
+        losses[1].append(sum(part.item() for part in parts))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    save_pretrained(piped, found.model, folder / "looped")
+    piped.close()
+    prompt = {"input_ids": batch["input_ids"][:1, :4], "max_new_tokens": 4, "do_sample": False}
+    models = [MixtralForCausalLM.from_pretrained(folder / "looped"), uncut.eval()]
+    texts = [model.generate(**prompt).tolist() for model in models]
+    return {"losses": losses, "texts": texts, "wrong": wrong, "last": piped.is_last}
 
 
 def half(folder: Path) -> dict[str, Any]:

@@ -76,6 +76,8 @@ def from_function(where: str, micro_batch_size: int | None = None) -> Example:
         raise ModelError(f"{where}: there is no file {file}")
     try:
         returned = _returned(file, name, micro_batch_size)
+    except ModelError:
+        raise
     except (Exception, SystemExit) as error:
         raise ModelError(f"{where}: {_place(error, file)}{type(error).__name__}: {error}".split("\n")[0]) from error
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)):
@@ -105,7 +107,9 @@ def _returned(file: Path, name: str, micro_batch_size: int | None) -> Any:
     sys.path.insert(0, folder)
     try:
         specification.loader.exec_module(module)
-        function = getattr(module, name)
+        function = getattr(module, name, None)
+        if function is None:
+            raise ModelError(f"{file}:{name}: the file has no {name}: name one of its functions")
         takes = micro_batch_size and "micro_batch_size" in inspect.signature(function).parameters
         return _with_values(lambda: function(**({"micro_batch_size": micro_batch_size} if takes else {})))
     finally:
@@ -186,8 +190,11 @@ def for_training(configuration: Mapping[str, Any], attention: str | None, source
             head: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]
             head.weight = nn.Parameter(torch.empty_like(head.weight).normal_(std=head.in_features**-0.5))
     except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ModelError(f"{source}: {architecture} cannot be built: {reason}") from error
+        # A title that ends with a colon has the reason below it.
+        reason = next(
+            (line for line in str(error).split("\n") if line.strip()[-1:] not in ("", ":")), type(error).__name__
+        )
+        raise ModelError(f"{source}: {architecture} cannot be built: {reason.strip()}") from error
     return model.train()
 
 

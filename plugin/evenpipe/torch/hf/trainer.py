@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenpipe.partition.dawnpiper.capuchin import Optimize
-from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.models import ModelError
 from evenpipe.runtime.precisions import autocasting
 from evenpipe.torch.hf.batches import (
@@ -32,14 +30,14 @@ from evenpipe.torch.hf.batches import (
 from evenpipe.torch.hf.callbacks import Callbacks
 from evenpipe.torch.hf.checkpoints import load_stage, resumed_from, save_checkpoint
 from evenpipe.torch.hf.counting import may_count, shifts_labels
+from evenpipe.torch.hf.cut_model import CutModel
 from evenpipe.torch.hf.evaluation import Compute, Metrics
-from evenpipe.torch.hf.loading import Checkpoint, Pretrained, transformers, weightless_model
+from evenpipe.torch.hf.loading import transformers
 from evenpipe.torch.hf.optimizer import adamw, weight_groups
-from evenpipe.torch.hf.plans import COUNT, Cutting, Plans, adopt
+from evenpipe.torch.hf.plans import COUNT
 from evenpipe.torch.hf.saving import save_pretrained
 from evenpipe.torch.hf.unsupported import refuse_unsupported
 from evenpipe.torch.planned import PlannedPipeline
-from evenpipe.torch.replicas import groups_of
 from evenpipe.torch.scaling import PipelineScaler
 
 __all__ = ["PipelineTrainer", "Trained"]
@@ -98,20 +96,12 @@ class PipelineTrainer:
         library = transformers()
         refuse_unsupported(args, optimizer is not None)
         library.set_seed(args.seed)  # data sets and collators draw alike on all ranks
-        device = torch.device(args.device)  # which starts torch.distributed, as transformers has it
-        if not dist.is_initialized():
-            raise ModelError("a pipeline has a process a stage: start it by torchrun --nproc-per-node N")
-        try:
-            self._ranks = groups_of(dist.get_world_size() if stages is None else stages)
-        except ValueError as error:
-            raise ModelError(str(error)) from error
+        self._cut = cut = CutModel(model, args, stages, schedule, bpipe, optimize, memory_gib, data_sheet)
+        self._ranks, self._device, self._autocast, self.model = cut.ranks, cut.device, cut.autocast, cut.model
         self._replicas = self._ranks.replicas.size()
         if args.eval_strategy != "no" and eval_dataset is None:
             raise ModelError(f"eval_strategy={args.eval_strategy.value}: on which data? Give eval_dataset=")
         self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
-        found = Pretrained(model, None) if isinstance(model, nn.Module) else weightless_model(model)
-        self.model = found.model.train()
-        self._state = None if found.folder is None else Checkpoint(found.folder, self.model)
         if data_collator is None:
             with_padding = processing_class is not None
             data_collator = (
@@ -119,20 +109,8 @@ class PipelineTrainer:
             )
         self._collate: Collator = data_collator
         self._micro_batches, self._micro_size = args.gradient_accumulation_steps, args.per_device_train_batch_size
-        self._device = torch.device("cpu") if device.type == "cpu" else device
-        self._autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         self._scaler: PipelineScaler | None = None
         self._compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
-        limit = torch.cuda.mem_get_info(self._device)[1] if self._device.type == "cuda" else 1 << 50
-        cutting = Cutting(
-            Workload(schedule, self._micro_batches, bpipe=bpipe),
-            limit if memory_gib is None else int(memory_gib * 2**30),
-            optimize,
-            data_sheet,
-            self._autocast,
-        )
-        self._folder = tempfile.TemporaryDirectory(prefix="evenpipe")
-        self._plans = Plans(self.model, cutting, self._device, Path(self._folder.name), self._ranks.pipeline.size())
         self._pipelines: dict[Any, tuple[PlannedPipeline, bool]] = {}
         self._make_optimizer = optimizer or partial(adamw, args)
         self._callbacks = Callbacks(args, callbacks, self.model, processing_class, self._device)
@@ -290,7 +268,7 @@ class PipelineTrainer:
         """Close the links between stages and remove the plans; the model's own tensors stay."""
         for pipeline, _ in self._pipelines.values():
             pipeline.close()
-        self._folder.cleanup()
+        self._cut.remove_plans()
 
     @property
     def _batch_samples(self) -> int:
@@ -337,19 +315,8 @@ class PipelineTrainer:
     def _new_pipeline(self, batch: Batch) -> tuple[PlannedPipeline, bool]:
         size = self._micro_size
         inputs = {name: one[:size] if one.dim() else one for name, one in batch.tensors.items()}
-        path, counts = self._plans.make({**inputs, **batch.constants}, "labels" in inputs and may_count(self.model))
-        state = None if self._pipelines else self._state
-        with autocasting(self._device.type, self._autocast):
-            pipeline = PlannedPipeline(
-                path,
-                self.model,
-                device=self._device,
-                state=state,
-                seed=self.args.seed,
-                group=self._ranks.pipeline,
-                job=dist.group.WORLD,
-            )
-        adopt(self.model, pipeline.parts)
+        counted = "labels" in inputs and may_count(self.model)
+        pipeline, counts = self._cut.pipeline({**inputs, **batch.constants}, counted)
         if self._autocast == torch.float16 and self._scaler is None:
             self._scaler = PipelineScaler(pipeline)
         pipeline.scaler = self._scaler
