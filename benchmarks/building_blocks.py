@@ -100,6 +100,7 @@ def table(results: list[dict[str, Any]]) -> Table:
 def main() -> None:
     benchmark = Benchmark("building_blocks", __doc__ or "", repeats=1)
     benchmark.parser.add_argument("--stages", type=positive, nargs="+", default=[4, 8], help="(default 4 8)")
+    benchmark.parser.add_argument("--times", type=positive, nargs="+", default=[2, 4], help="m over p (default 2 4)")
     benchmark.parser.add_argument("--levels", type=float, nargs="+", default=LEVELS, help="of memory (default: five)")
     benchmark.parser.add_argument("--seconds", type=float, default=10.0, help="of each search (default 10)")
     arguments = benchmark.parser.parse_args()
@@ -107,7 +108,7 @@ def main() -> None:
         (level, stages, times * stages, kind, seed)
         for level in arguments.levels
         for stages in arguments.stages
-        for times in (2, 4)
+        for times in arguments.times
         for kind, seed in CASES
     ]
     results = []
