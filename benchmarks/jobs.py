@@ -81,6 +81,7 @@ JOBS: Final = (
     Job("orders", 4, script("orders")),
     Job("reach", 0.1, script("reach")),
     Job("front", 8, script("front"), "front.png"),
+    Job("building_blocks", 2, script("building_blocks", "--stages", "8", "--times", "2")),
     Job("evictions", 8, script("evictions")),
     Job("swaps", 1, script("evictions", "--stages", "4")),
     Job("capped", 2, script("capped"), timed=True),

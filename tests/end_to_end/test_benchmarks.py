@@ -158,6 +158,19 @@ def test_front(tmp_path):
     assert all(0 < entry["longest_search_s"] < 10 for entry in whole)
 
 
+def test_building_blocks():
+    """Means over uneven models and one with experts, p = 8: over what is published, 2.5 %, and 6 % below all memory."""
+    shown = document("building_blocks.py", "--stages", "8", "--times", "2")
+    rows = shown["results"]
+    for level in {row["memory"] for row in rows}:
+        cases = [row for row in rows if row["memory"] == level]
+        for row in cases:
+            assert row["searched"] >= max(row["named"], row["closed_up"], row["justified"]) - 1e-9
+            assert row["search_s"] <= 20
+        for rival, gain in (("closed_up", 0.025), ("named", 0.025 if level == 1 else 0.06)):
+            assert sum(row["searched"] / row[rival] - 1 for row in cases) / len(cases) >= gain
+
+
 def test_evictions():
     shown = document("evictions.py", "--stages", "4", "--seconds", "0.1")
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "evictions")

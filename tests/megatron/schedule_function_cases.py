@@ -14,7 +14,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -291,8 +291,31 @@ CASES = {
         engines=("megatron", "1f1b", "measured", HALVES),
     ),
 }
+STRAIGHT = {f"searched for {stages} stages": stages for stages in (2, 4)}
+"""Orders of whole stages, with backwards in halves, that are searched for uneven times under a cap."""
+IN_OTHER_HALVES = {
+    name: f"{name}, other halves"
+    for name in (
+        "sequence parallel, recomputation",
+        "distributed optimizer",
+        "experts without a capacity",
+        "recomputation of a block, fp16, untied",
+        "recomputation of parts",
+        "bf16",
+        "uneven layout",
+    )
+}
+CASES |= {
+    long: replace(
+        CASES[name],
+        calls=(Call(), EVALUATION, Call()),
+        engines=("megatron", "zb-h2", f"searched for {CASES[name].layout.stages} stages"),
+    )
+    for name, long in IN_OTHER_HALVES.items()
+}
 # What takes long, or differs little from a case that is not among these.
 LONG = {
+    *IN_OTHER_HALVES.values(),
     "lists of one",
     "scaled loss",
     "bf16",
@@ -354,6 +377,11 @@ def schedule_of(engine: str, peak: int = 0, room: int = 0) -> PipelineSchedule:
 
         table = searched_table()
         return PipelineSchedule(Spec.of(table, needs_of(table)), measure=True, swap=1.0)
+    if engine in STRAIGHT:
+        from evenpipe.schedule import Spec, needs_of
+
+        table = straight_table(STRAIGHT[engine])
+        return PipelineSchedule(Spec.of(table, needs_of(table)))
     if engine in SPLIT:
         return PipelineSchedule(engine)
     if engine.startswith("swap"):
@@ -375,6 +403,20 @@ def searched_table() -> Schedule:
     costs = RunCosts(format="evenpipe.costs/1", placement="straight", parts=[part] * WORLD, host_bytes_per_ms=50)
     capped = costs.model_copy(update={"memory_bytes": [300] * WORLD})
     return searched(capped, WORLD, Call().micro_batches, Effort(0.1, 2)).program.schedule
+
+
+def straight_table(stages: int) -> Schedule:
+    """An order for a slow last stage, whose stages hold two micro-batches of two stages, three of four."""
+    from evenpipe.order_search.costs import Part
+    from evenpipe.order_search.problem import Problem
+    from evenpipe.order_search.search import Effort, search
+    from evenpipe.schedule import loop
+
+    part = Part(forward_ms=2, input_gradient_ms=2.2, weight_gradient_ms=1.8)
+    slow = Part(forward_ms=3, input_gradient_ms=3, weight_gradient_ms=2)
+    caps = [1 + stages // 2] * stages
+    problem = Problem(loop(stages), Call().micro_batches, [*[part] * (stages - 1), slow], caps, message_ms=0.2)
+    return search(problem, Effort(0.1, 2)).best[0]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from schedule_function_cases import BOUND, CAPS, CASES, LONG, RECOMPUTED, SPLIT, SWAPPING, TABLE, WORLD
+from schedule_function_cases import BOUND, CAPS, CASES, LONG, RECOMPUTED, SPLIT, STRAIGHT, SWAPPING, TABLE, WORLD
 from tiny_pipeline import TIMED, WAITS
 
 from evenpipe.megatron.supported import installed_release
@@ -27,7 +27,7 @@ COMPARED = [(name, engine) for name, case in CASES.items() for engine in case.en
 ORDERED = [
     (name, engine)
     for name, engine in COMPARED
-    if engine not in ("3F3B", "auto", "searched", SWAPPING, "swap 0.8 zb-h1", TABLE, *SPLIT)
+    if engine not in ("3F3B", "auto", "searched", SWAPPING, "swap 0.8 zb-h1", TABLE, *SPLIT, *STRAIGHT)
 ]
 GROUPED = [name for name, case in CASES.items() if "3F3B" in case.engines]
 PARTLY = ["partial recomputation with BPipe", "interleaved, partial recomputation"]

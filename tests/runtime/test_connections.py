@@ -226,7 +226,7 @@ def test_cuda_has_32_queues_at_most():
 
 
 SHAPES = [[(3, 1, 16), ()], [], [(5,)]]
-SENT = [(8, 16, 1 << 40), (), (3,), *[(n,) * (n % 7) for n in range(40)]]
+SENT = [(8, 16, 1 << 40), (), (3,), *[(n,) * (n % 7) for n in range(40)], *[(n,) * n for n in (31, 32, 70)], (1,)]
 
 
 def send_and_receive(rank, store_path, results):

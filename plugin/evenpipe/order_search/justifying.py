@@ -12,7 +12,7 @@ from evenpipe.order_search.clock import NEVER, ends
 from evenpipe.order_search.compiled import compiled
 from evenpipe.order_search.problem import Graph, Numbers, Order, Problem
 
-__all__ = ["justified"]
+__all__ = ["justified", "pushed_back"]
 
 
 def justified(problem: Problem, order: Order, rounds: int = 4) -> Order:
@@ -23,6 +23,18 @@ def justified(problem: Problem, order: Order, rounds: int = 4) -> Order:
         turned = _justify(_turned(order), takes_ms[::-1].copy(), back)
         order = _justify(_turned(turned), takes_ms, graph)
     return order
+
+
+def pushed_back(problem: Problem, order: Order, slots: Numbers) -> Order:
+    """Return ``order`` with each action as late as possible, the last first by ``slots`` (one per action).
+
+    Every action takes one slot and a message none. No stage holds more than in ``order``.
+    """
+    graph = problem.graph._replace(cap=problem.peak_bytes(order), message_ms=np.zeros(order.size))
+    units = graph.parts.size * graph.micro_batches
+    made = np.empty_like(order)
+    _place(made, np.argsort(-slots[::-1], kind="stable"), np.ones(order.size), _mirrored(graph), units)
+    return _turned(made)
 
 
 def _turned(order: Order) -> Order:

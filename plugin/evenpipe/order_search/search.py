@@ -13,12 +13,12 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from evenpipe.order_search.annealing import Cooling, Samples, anneal
-from evenpipe.order_search.blocks import blocks, repeated_order
+from evenpipe.order_search.blocks import blocks, closed_up_order, repeated_order
 from evenpipe.order_search.clock import NEVER, makespan
 from evenpipe.order_search.compiled import COMPILED
 from evenpipe.order_search.justifying import justified
 from evenpipe.order_search.listing import listed
-from evenpipe.order_search.problem import Order, Problem
+from evenpipe.order_search.problem import Numbers, Order, Problem
 from evenpipe.schedule.actions import ScheduleError
 from evenpipe.schedule.known import find, own
 from evenpipe.schedule.schedule import Schedule
@@ -43,8 +43,9 @@ _LEAST_SAMPLES: Final = 8
 _JUDGED: Final = 32
 _FEW: Final = 4
 _TIMES: Final = ("forward_ms", "input_gradient_ms", "weight_gradient_ms")
-#: Of many micro-batches, blocks are compared among so many a stage.
+#: For many micro-batches, blocks are compared among so many a stage, and so many of each form go on.
 _COMPARED: Final = 3
+_LONG: Final = 24
 
 
 class Errors(NamedTuple):
@@ -127,7 +128,8 @@ def search(
 
     named = [order for order in _known(problem) if problem.fits(order)]
     published = [*named, *_repeated(problem)]
-    found = sorted(_starts(problem, published), key=lambda order: makespan(problem, order))
+    starts = {order.tobytes(): order for order in _starts(problem, published)}
+    found = sorted(starts.values(), key=lambda order: makespan(problem, order))
     said(found[0], f"best of {len(found):,} orders")
     some = found[:_JUDGED]
     if COMPILED and effort.seconds > 0:
@@ -174,15 +176,20 @@ def _check_caps(problem: Problem) -> None:
 
 
 def _repeated(problem: Problem) -> Iterator[Order]:
-    """Yield the orders that fit of building blocks, with their warm-up and cool-down for even stages, as published."""
+    """Yield the orders that fit of building blocks, made for even stages: justified, and closed up by their authors."""
     if problem.split and problem.places == vee(problem.places.stages):
         even = replace(
             problem,
             parts=[one.model_copy(update=dict.fromkeys(_TIMES, 1.0)) for one in problem.parts],
             message_ms=0.0,
         )
-        for order in _of_blocks(problem):
-            yield justified(even, order) if COMPILED else order
+        for block in _fitting_blocks(problem):
+            order = repeated_order(problem, block)
+            if COMPILED:
+                yield justified(even, order)
+                yield closed_up_order(problem, block)
+            else:
+                yield order
 
 
 def _starts(problem: Problem, published: Sequence[Order]) -> Iterator[Order]:
@@ -212,21 +219,24 @@ def _known(problem: Problem) -> Iterator[Order]:
                 yield order
 
 
-def _of_blocks(problem: Problem) -> list[Order]:
-    """Return the orders of building blocks; of many micro-batches those that are best among fewer."""
+def _fitting_blocks(problem: Problem) -> list[Numbers]:
+    """Return the building blocks that fit; for many micro-batches those that are best among fewer."""
     few = min(problem.micro_batches, _COMPARED * problem.places.stages)
     shorter = replace(problem, micro_batches=few)
-    made = [
-        (block, order)
-        for block in blocks(problem.places.stages)
-        if shorter.fits(order := repeated_order(shorter, block))
-    ]
+    fitting = [one for one in blocks(problem.places.stages) if shorter.fits(repeated_order(shorter, one))]
     if few == problem.micro_batches and COMPILED:
-        return [order for _, order in made]
+        return fitting
+    forms: list[Callable[[Numbers], Order]] = [lambda block: repeated_order(shorter, block)]
     if COMPILED:
-        made = [(block, justified(shorter, order, 2)) for block, order in made]
-    made.sort(key=lambda one: makespan(shorter, one[1]))
-    return [repeated_order(problem, block) for block, _ in made[:24]]
+        forms = [
+            lambda block: justified(shorter, repeated_order(shorter, block), 2),
+            lambda block: closed_up_order(shorter, block),
+        ]
+    best = {}
+    for form in forms:
+        by_time = sorted(fitting, key=lambda block: makespan(shorter, form(block)))
+        best.update({block.tobytes(): block for block in by_time[:_LONG]})
+    return list(best.values())
 
 
 def _schedule(problem: Problem, order: Order) -> Schedule:

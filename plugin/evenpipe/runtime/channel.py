@@ -239,6 +239,8 @@ def _end(group: Group) -> None:
 
 
 _UNDER_WAY: Final = 4
+#: Numbers that every layout sends, so that a short one is one message: what is packed for a partner has few sizes.
+_HEAD: Final = 32
 
 
 class Layouts:
@@ -259,16 +261,19 @@ class Layouts:
         # The receiver has taken those of a few messages ago, and little is kept alive for it.
         if len(self._sending) >= _UNDER_WAY:
             self._sending.popleft().wait()
-        message = [torch.tensor([len(sizes)]), torch.tensor(sizes, dtype=torch.int64)]
-        self._sending.append(self._channel.send(message))
+        numbers = torch.tensor([len(sizes), *sizes], dtype=torch.int64)
+        head = torch.zeros(_HEAD, dtype=torch.int64)
+        head[: len(numbers)] = numbers[:_HEAD]
+        self._sending.append(self._channel.send([head, numbers[_HEAD:]]))
 
     def receive(self) -> tuple[int, ...]:
         """Wait for what the next message consists of, and return it."""
-        count = torch.empty(1, dtype=torch.int64)
-        self._channel.receive([count]).wait()
-        sizes = torch.empty(int(count), dtype=torch.int64)
-        self._channel.receive([sizes]).wait()
-        return tuple(sizes.tolist())
+        head = torch.empty(_HEAD, dtype=torch.int64)
+        self._channel.receive([head]).wait()
+        count, *sizes = head.tolist()
+        rest = torch.empty(max(0, count - len(sizes)), dtype=torch.int64)
+        self._channel.receive([rest]).wait()
+        return (*sizes[:count], *rest.tolist())
 
 
 def shapes_sent(tensors: Sequence[Tensor]) -> list[int]:
