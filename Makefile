@@ -32,7 +32,7 @@ OLDEST_TORCH ?= 1
 test-all: prepare ## all, before a release: more sizes and models, the runtime on the oldest torch, and benchmarks
 	@$(if $(MEGATRON_LM),,echo "Megatron-LM's scripts: not run, as MEGATRON_LM names no checkouts")
 	@$(WITH_RELEASES) && \
-	{ $(PYTEST) --durations=25 $(ARGS) -m "not benchmarks" || [ $$? = $(NONE_LEFT) ]; } && \
+	{ $(PYTEST) --hypothesis-profile=more --durations=25 $(ARGS) -m "not benchmarks" || [ $$? = $(NONE_LEFT) ]; } && \
 	{ $(if $(OLDEST_TORCH),oldest=$$(.ci/prepare --oldest-torch) && PYTHONPATH="$$oldest" $(PYTEST) $(ARGS) tests/runtime || [ $$? = $(NONE_LEFT) ],echo "tests/runtime on the oldest torch: not run, as OLDEST_TORCH is empty"); } && \
 	{ $(BIN)/python -m pytest $(ARGS) -m benchmarks || [ $$? = $(NONE_LEFT) ]; }
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# Machines that run several processes at once are no place for deadlines per example.
-settings.register_profile("evenpipe", deadline=None)
+# Machines that run several processes at once are no place for deadlines per example. Each run draws other examples.
+settings.register_profile("evenpipe", deadline=None, max_examples=25)
+settings.register_profile("more", deadline=None, max_examples=150)  # make test-all
 settings.load_profile("evenpipe")
 
 # Tests start hundreds of processes; each would compile what it imports.

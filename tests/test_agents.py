@@ -51,6 +51,7 @@ def test_a_command_of_a_skill(words, tmp_path, monkeypatch, capsys):
     assert "--out" not in words or (tmp_path / words[words.index("--out") + 1]).is_file()
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("words", _of_skills("torchrun"), ids=" ".join)
 def test_a_command_that_starts_a_job(words):
     command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
@@ -74,9 +75,8 @@ def test_what_agents_build_with():
         if words[0] == "make":
             subprocess.run([*words, "--dry-run"], cwd=ROOT, check=True, capture_output=True)
         else:
-            command = [sys.executable, *words[1:], "--collect-only"]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, done.stdout
+            assert words[1:-1] == ["-m", "pytest", "-q"]
+            assert (ROOT / words[-1]).is_file()
 
 
 def test_what_agents_are_led_to_is_there():

@@ -10,6 +10,7 @@ import logging
 import re
 from collections import Counter, namedtuple
 from collections.abc import Iterable, Iterator, Set
+from functools import cache
 from importlib.metadata import Distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,10 +112,15 @@ FAMILIAR_NAMES: Final = frozenset(name for each in FAMILIAR for name in dir(each
 BETWEEN: Final = frozenset(("start_param_sync", "finish_grad_sync"))
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def parsed(*rooms: str) -> Iterator[tuple[Path, ast.Module]]:
     for room in rooms:
         for path in sorted((SOURCE / room).rglob("*.py")):
-            yield path.relative_to(SOURCE), ast.parse(path.read_text())
+            yield path.relative_to(SOURCE), tree_of(path)
 
 
 def listed() -> set[str]:

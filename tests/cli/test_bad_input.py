@@ -24,46 +24,43 @@ def test_what_would_steer_a_terminal_is_shown(capsys: pytest.CaptureFixture[str]
     assert r"--model a\x1b[31m b×: unknown among models" in said
 
 
+BAD: list[tuple[dict[str, str], list[str], list[str]]] = [
+    ({"--schedule": "1fb1"}, [], ["--schedule 1fb1", "did you mean 1f1b?"]),
+    ({"--schedule": "zigzag"}, [], ["--schedule zigzag", "1f1b, gpipe, "]),
+    ({"--stages": "0"}, [], ["--stages 0", "at least 1"]),
+    ({"--micro-batches": "-3"}, [], ["--micro-batches -3", "at least 1"]),
+    ({"--stages": "99999999999999999999"}, [], ["--stages 99999999999999999999", "at most 1,000,000 can be"]),
+    ({"--micro-batches": "9999999"}, [], ["--micro-batches 9999999", "at most 1,000,000 can be", "give less"]),
+    ({"--stages": "four"}, [], ["--stages", "'four'"]),
+    ({"--schedule": "gpipe", "--chunks": "2"}, [], ["--chunks 2", "one model chunk", "interleaved"]),
+    ({"--chunks": "0"}, [], ["--chunks 0", "at least 1"]),
+    ({"--schedule": "interleaved"}, [], ["--chunks 1", "at least 2"]),
+    ({"--schedule": "interleaved", "--chunks": "2", "--micro-batches": "6"}, [], ["--micro-batches 6", "multiple"]),
+    ({"--schedule": "gpipe"}, ["--bpipe"], ["--bpipe", "nothing to balance"]),
+    ({"--stages": "1"}, ["--bpipe"], ["--bpipe", "at least 2 stages"]),
+    ({"--schedule": "2bw", "--stages": "12"}, [], ["--micro-batches 8", "stages (12)", "use 12 or more"]),
+    ({"--schedule": "2bw", "--batches": "0"}, [], ["--batches 0", "at least 1"]),
+    ({"--schedule": "2bw", "--chunks": "2"}, [], ["--chunks 2", "one model chunk"]),
+    ({"--schedule": "2bw", "--stages": "1"}, ["--bpipe"], ["--bpipe", "at least 2 stages"]),
+    ({"--batches": "2"}, [], ["--batches 2", "1f1b flushes after every batch", "schedule 2bw"]),
+    ({"--group-size": "2"}, [], ["--group-size 2", "1f1b groups no micro-batches", "schedule kfkb"]),
+    ({"--schedule": "kfkb", "--group-size": "0"}, [], ["--group-size 0", "at least 1"]),
+    ({"--schedule": "kfkb", "--group-size": "auto"}, [], ["--group-size", "auto is chosen in a run"]),
+    ({"--schedule": "kfkb", "--chunks": "2"}, [], ["--chunks 2", "one model chunk"]),
+    ({"--picture": "/nowhere/p.png"}, [], ["--picture", "no folder /nowhere"]),
+    ({"--picture": "p.svg"}, [], ["--picture", ".png"]),
+    ({"--trace": "/"}, [], ["--trace", "is a folder"]),
+    ({"--schedule": "file:/dev/zero"}, [], ["--schedule file:/dev/zero", "more than 67,108,864 characters"]),
+    ({"--schedule": "file:/nowhere/S.txt"}, [], ["--schedule file:/nowhere/S.txt", "No such file", "--out"]),
+    ({}, ["--colour"], ["--colour", "--help"]),
+]
+
+
 @pytest.mark.parametrize("command", ["schedule", "simulate"])
-@pytest.mark.parametrize(
-    ("changes", "flags", "said"),
-    [
-        ({"--schedule": "1fb1"}, [], ["--schedule 1fb1", "did you mean 1f1b?"]),
-        ({"--schedule": "zigzag"}, [], ["--schedule zigzag", "1f1b, gpipe, "]),
-        ({"--stages": "0"}, [], ["--stages 0", "at least 1"]),
-        ({"--micro-batches": "-3"}, [], ["--micro-batches -3", "at least 1"]),
-        ({"--stages": "99999999999999999999"}, [], ["--stages 99999999999999999999", "at most 1,000,000 can be"]),
-        ({"--micro-batches": "9999999"}, [], ["--micro-batches 9999999", "at most 1,000,000 can be", "give less"]),
-        ({"--stages": "four"}, [], ["--stages", "'four'"]),
-        ({"--schedule": "gpipe", "--chunks": "2"}, [], ["--chunks 2", "one model chunk", "interleaved"]),
-        ({"--chunks": "0"}, [], ["--chunks 0", "at least 1"]),
-        ({"--schedule": "interleaved"}, [], ["--chunks 1", "at least 2"]),
-        ({"--schedule": "interleaved", "--chunks": "2", "--micro-batches": "6"}, [], ["--micro-batches 6", "multiple"]),
-        ({"--schedule": "gpipe"}, ["--bpipe"], ["--bpipe", "nothing to balance"]),
-        ({"--stages": "1"}, ["--bpipe"], ["--bpipe", "at least 2 stages"]),
-        ({"--schedule": "2bw", "--stages": "12"}, [], ["--micro-batches 8", "stages (12)", "use 12 or more"]),
-        ({"--schedule": "2bw", "--batches": "0"}, [], ["--batches 0", "at least 1"]),
-        ({"--schedule": "2bw", "--chunks": "2"}, [], ["--chunks 2", "one model chunk"]),
-        ({"--schedule": "2bw", "--stages": "1"}, ["--bpipe"], ["--bpipe", "at least 2 stages"]),
-        ({"--batches": "2"}, [], ["--batches 2", "1f1b flushes after every batch", "schedule 2bw"]),
-        ({"--group-size": "2"}, [], ["--group-size 2", "1f1b groups no micro-batches", "schedule kfkb"]),
-        ({"--schedule": "kfkb", "--group-size": "0"}, [], ["--group-size 0", "at least 1"]),
-        ({"--schedule": "kfkb", "--group-size": "auto"}, [], ["--group-size", "auto is chosen in a run"]),
-        ({"--schedule": "kfkb", "--chunks": "2"}, [], ["--chunks 2", "one model chunk"]),
-        ({"--picture": "/nowhere/p.png"}, [], ["--picture", "no folder /nowhere"]),
-        ({"--picture": "p.svg"}, [], ["--picture", ".png"]),
-        ({"--trace": "/"}, [], ["--trace", "is a folder"]),
-        ({"--schedule": "file:/dev/zero"}, [], ["--schedule file:/dev/zero", "more than 67,108,864 characters"]),
-        ({"--schedule": "file:/nowhere/S.txt"}, [], ["--schedule file:/nowhere/S.txt", "No such file", "--out"]),
-        ({}, ["--colour"], ["--colour", "--help"]),
-    ],
-)
-def test_schedules_and_outputs(
-    command: str, changes: dict[str, str], flags: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = refusal(capsys, command, *options(changes, *flags))
-    for part in said:
-        assert part in line
+def test_schedules_and_outputs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for changes, flags, said in BAD:
+        line = refusal(capsys, command, *options(changes, *flags))
+        assert [part for part in said if part not in line] == [], line
 
 
 @pytest.mark.parametrize(

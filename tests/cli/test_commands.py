@@ -277,10 +277,20 @@ def test_two_documents_on_standard_output_are_refused(capsys: pytest.CaptureFixt
     ("words", "later"),
     [
         (("schedule", "--schedule", "1f1b", "--stages", "8", "--micro-batches", "100000", "--json"), 0.0),
-        (("plan", "--model", "llama3-405b", "--cluster", "128x8-h100", "--global-batch-size", "1024"), 0.0),
-        (("partition", "--model", "gpt2-large", "--stages", "4", "--micro-batch-size", "8"), 0.0),
+        pytest.param(
+            ("plan", "--model", "llama3-405b", "--cluster", "128x8-h100", "--global-batch-size", "1024"),
+            0.0,
+            marks=pytest.mark.gate,
+        ),
+        pytest.param(
+            ("partition", "--model", "gpt2-large", "--stages", "4", "--micro-batch-size", "8"),
+            0.0,
+            marks=pytest.mark.gate,
+        ),
         (("train", "--stages", "2", "--layers", "2", "--iterations", "100000"), 0.0),
-        (("train", "--stages", "2", "--layers", "2", "--iterations", "100000"), 1.0),
+        pytest.param(
+            ("train", "--stages", "2", "--layers", "2", "--iterations", "100000"), 1.0, marks=pytest.mark.gate
+        ),
     ],
     ids=["schedule", "plan", "partition", "train", "train, while processes start"],
 )

@@ -205,7 +205,7 @@ def test_each_family_has_the_parameters_that_transformers_builds(kind: str, tmp_
     alone=st.sets(st.integers(0, 5)),
     tied=st.booleans(),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_which_layers_have_experts_is_as_transformers_has_it(
     layers: int, dense: int, step: int, alone: set[int], tied: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -299,7 +299,6 @@ VALUES = st.none() | st.booleans() | st.integers(-3, 9) | st.text(max_size=3) | 
 
 
 @given(name=st.sampled_from(sorted(PUBLISHED)), data=st.data())
-@settings(deadline=None)
 def test_whatever_a_key_has_is_a_model_or_one_line(
     name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -95,7 +95,7 @@ NAMES = sorted(set(SHORT.values()))
     st.sets(st.sampled_from(NAMES)).map(lambda kept: frozenset({"tensor", "pipeline", "context", *kept})),
     st.sampled_from((1, 4)),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_answers_fit_keep_what_stays_and_are_in_order(gib: int, keep: frozenset[Aspect], size: int) -> None:
     weighing = weighing_of(gib)
     now = replace(NOW, micro_batch=size)

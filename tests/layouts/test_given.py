@@ -72,6 +72,7 @@ def test_the_best_is_no_slower_and_an_uneven_one_is_told_of(dense: FlagsRead) ->
     assert good.slower == 0
 
 
+@pytest.mark.gate
 def test_latent_attention_has_layouts_too() -> None:
     found = checked(read_flags(LATENT, WHERE.gpus, measure=False), "Ett|tt|tt|tmL", WHERE)
     assert found.estimate.run.data == 2
@@ -94,7 +95,10 @@ def test_what_is_no_layout_of_the_model_is_one_line(dense: FlagsRead, layout: st
     assert "\n" not in str(caught.value)
 
 
-def test_the_command_ends_with_1_where_it_is_no_good(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_1_where_it_is_no_good(
+    dense: FlagsRead, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evenpipe.layouts.given.read_flags", lambda *asked, **_: dense)  # a process of 3 s; read above
     words = ["partition", "--megatron", "--cluster", "1x8-h100", "--json", "--check"]
     assert main([*words, "Ettttttt|ttttt|t|tL", "--", *DENSE]) == 1
     found = json.loads(capsys.readouterr().out)

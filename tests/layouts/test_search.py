@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.layouts.gpt import LayoutError, Pipeline
@@ -55,7 +55,6 @@ def most_bytes(problem, cuts):
     return max(stage.peak_bytes for stage in problem.costs(cuts))
 
 
-@settings(deadline=None, max_examples=25)
 @given(problems())
 def test_no_split_has_a_faster_slowest_stage(problem):
     found = best_split(problem)
@@ -65,7 +64,6 @@ def test_no_split_has_a_faster_slowest_stage(problem):
     assert lower_bound_ms(problem) <= fastest * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=25)
 @given(problems(), st.integers(0, 100))
 def test_within_a_memory_limit_too(problem, limit):
     fitting = [cuts for cuts in every_split(problem) if most_bytes(problem, cuts) <= limit]
@@ -102,7 +100,6 @@ def fitted_by_hand(problem, cuts, limit):
     return slowest_ms
 
 
-@settings(deadline=None, max_examples=40)
 @given(problems(), st.integers(0, 60), st.integers(0, 3))
 def test_stages_that_may_compute_layers_again_are_found_too(problem, limit, kept):
     if any(not layer.symbols for layer in problem.layers):

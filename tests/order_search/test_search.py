@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.order_search.annealing import Cooling, anneal
@@ -82,7 +82,6 @@ PLACEMENTS = st.sampled_from(["straight", "loop", "vee"])
     st.integers(0, 2),
     st.integers(0, 99),
 )
-@settings(max_examples=80, deadline=None)
 def test_what_is_found_is_right_and_fits(
     stages: int, micro_batches: int, placement: str, room: float, split: bool, free: int, seed: int
 ) -> None:
@@ -111,7 +110,6 @@ def test_what_is_found_is_right_and_fits(
 
 
 @given(st.integers(2, 5), st.integers(1, 9), st.floats(0.3, 1.2), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
 def test_no_step_makes_an_order_longer_or_larger(stages: int, micro_batches: int, memory: float, seed: int) -> None:
     problem = Problem.of(uneven(stages, seed, max(memory, 1 / stages)), stages, micro_batches)
     found = [order for order in listed(problem) if problem.fits(order)]
@@ -127,7 +125,6 @@ def test_no_step_makes_an_order_longer_or_larger(stages: int, micro_batches: int
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 299))
-@settings(max_examples=25)
 def test_any_building_block_is_closed_up_within_its_own_memory(stages: int, micro_batches: int, chosen: int) -> None:
     """No stage holds more than if its block is only repeated, and no batch lasts longer; also as the search does it."""
     kinds: list[tuple[Kind, int]] = [("F", 0), ("F", 1), ("D", 1), ("D", 0)]
@@ -148,7 +145,10 @@ def test_any_building_block_is_closed_up_within_its_own_memory(stages: int, micr
     [
         *[(4, 8, units, bar) for units, bar in ((4, 0.8136), (5, 0.8571), (6, 0.9057), (7, 0.9231), (8, 0.9412))],
         *[(8, 16, units, bar) for units, bar in ((8, 0.8067), (10, 0.8496), (12, 0.8972), (14, 0.9143), (16, 0.932))],
-        *[(8, 32, units, bar) for units, bar in ((8, 0.893), (10, 0.9187), (12, 0.9458), (14, 0.9552), (16, 0.9648))],
+        *[
+            pytest.param(8, 32, units, bar, marks=pytest.mark.long)
+            for units, bar in ((8, 0.893), (10, 0.9187), (12, 0.9458), (14, 0.9552), (16, 0.9648))
+        ],
         pytest.param(16, 64, 18, 0.9035, marks=pytest.mark.long),
     ],
 )
@@ -161,7 +161,7 @@ def test_even_stages_are_as_fast_as_published(stages: int, micro_batches: int, u
 
 
 @pytest.mark.parametrize("memory", [0.5, 0.625, 0.75, 1.0])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.skipif(not COMPILED, reason="finds less without numba")
 def test_uneven_stages_are_faster_than_anything_known(memory: float, seed: int) -> None:
     """By 3 % than all named schedules in a V that fit, and than all building blocks, closed up as published."""
@@ -173,7 +173,7 @@ def test_uneven_stages_are_faster_than_anything_known(memory: float, seed: int) 
     assert found >= 1.03 * max(share(problem, one) for one in [*named, *of_blocks] if problem.fits(one))
 
 
-@pytest.mark.parametrize(("micro_batches", "gain"), [(16, 1.02), (32, 1.01)])
+@pytest.mark.parametrize(("micro_batches", "gain"), [(16, 1.02), pytest.param(32, 1.01, marks=pytest.mark.long)])
 @pytest.mark.skipif(not COMPILED, reason="nothing is annealed without numba")
 def test_an_order_is_annealed_for_times_that_are_a_little_wrong(micro_batches: int, gain: float) -> None:
     """On samples that the search has not seen, it beats the order of the exact times, and ZB-V; it never loses much.

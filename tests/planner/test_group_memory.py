@@ -7,7 +7,7 @@ import time
 from statistics import fmean
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from evenpipe.planner.group_memory import (
@@ -181,7 +181,6 @@ def test_a_group_is_never_larger_than_the_batch() -> None:
     assert all(candidate.m * candidate.b == 4 for candidate in found)
 
 
-@settings(max_examples=50)
 @given(
     st.lists(st.builds(StageMemory, *[st.integers(0, 50)] * 5), min_size=2, max_size=5),
     st.integers(1, 24),
@@ -208,7 +207,6 @@ def test_candidates_are_the_curve(memory: list[StageMemory], samples: int, limit
 
 
 @pytest.mark.parametrize("bpipe", [False, pytest.param(True, marks=pytest.mark.long)])
-@settings(max_examples=40)
 @given(st.integers(1, 10**12), st.integers(0, 10**9), st.sampled_from([1, 6, 12]))
 def test_the_memory_asked_for_is_enough(bpipe: bool, static: int, sample: int, samples: int) -> None:
     memory = (StageMemory(static, 0, 5, sample, 1), StageMemory(static // 2, 0, 0, 2 * sample, 1))

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.descriptions import cluster, model
@@ -29,7 +29,6 @@ def costs_of(times: list[tuple[int, int]], message: Wire | None = None) -> Costs
     return Costs(tuple(map(float, forward_ms)), tuple(map(float, backward_ms)), wires=wires)  # type: ignore[arg-type]
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     SCHEDULES,
     TIMES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from evenpipe.descriptions import cluster, framework, model
@@ -54,7 +54,6 @@ def test_bounds_are_of_runs_with_and_without_a_stage_for_a_further_token() -> No
     assert {(2, None), (8, 6)} <= parts
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(list(QUESTIONS)), st.integers(0, 10**6))
 @example("gpt3-13b", 6083)  # whose layers share a mask
 @example("gpt3-13b", 364)  # whose units lie between their gradients
@@ -78,7 +77,6 @@ def test_of_an_even_pipeline_the_bound_is_the_time_itself() -> None:
     assert run.ms == pytest.approx(found.iteration_ms / run.run.global_batch, rel=0.02)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(own()), st.integers(2, 6), st.integers(1, 12), st.integers(2, 3), st.booleans())
 def test_stages_hold_no_less_than_is_taken_for_sure(name: str, p: int, m: int, v: int, bpipe: bool) -> None:
     spec = find(name)
@@ -92,7 +90,6 @@ def test_stages_hold_no_less_than_is_taken_for_sure(name: str, p: int, m: int, v
     assert all(one <= other for one, other in zip(sure, held, strict=True))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["v-half", "zbv", "v-min", "dualpipev"]),
     st.lists(st.tuples(*[st.integers(1, 30)] * 3), min_size=2, max_size=6),
@@ -118,7 +115,6 @@ def test_a_batch_is_no_shorter_than_its_order_s_ends_make_it(
     assert bound <= simulate(Programs(spec)(size), costs).makespan_ms * (1 + 1e-9)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(list(QUESTIONS)), st.integers(0, 10**6))
 def test_no_run_of_a_group_is_faster_or_smaller_than_the_group_s_bounds(name: str, number: int) -> None:
     every = all_groups(name)

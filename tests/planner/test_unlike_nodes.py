@@ -155,7 +155,7 @@ def test_stages_of_several_chunks_have_the_memory_of_their_own_device(
     assert not estimate(MODEL, own, laid_out(cluster("2x8-h100")), MEGATRON).fits
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.sampled_from([(1, 4, 8), (2, 4, 4), (1, 2, 16), (4, 8, 1), (8, 4, 1)]),
     st.sampled_from(["1f1b", "gpipe", "zb-h1", "2bw"]),

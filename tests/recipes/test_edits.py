@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evenpipe.descriptions import cluster, framework
@@ -97,7 +97,6 @@ def runs(draw: st.DrawFn) -> Run:
 
 
 @given(runs())
-@settings(max_examples=150, deadline=None)
 def test_a_changed_line_says_the_changed_run(new: Run) -> None:
     assert LINE is not None
     line = edited(LINE, MODEL, OLD, new, {})
@@ -111,7 +110,6 @@ def test_a_changed_line_says_the_changed_run(new: Run) -> None:
 
 
 @given(runs())
-@settings(max_examples=50, deadline=None)
 def test_back_again_is_the_same_run_and_the_same_run_is_the_same_line(new: Run) -> None:
     assert LINE is not None
     assert edited(LINE, MODEL, OLD, OLD, {}) == LINE

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -44,21 +42,22 @@ def test_a_write_that_is_killed_leaves_every_file_old_or_new(calls, tmp_path):
     folder = tmp_path / "recipe"
     old = {name: f"old {name}\n" for name in FILES}
     write_files(folder, old)
-    program = f"""
-        import os, sys
-        from pathlib import Path
-        from evenpipe.recipes.files import write_files
-        left = {calls}
-        def counted(event, args):
-            global left
-            if event in ("os.rename", "os.mkdir", "os.chmod") or event == "open" and args[1] == "w":
-                left -= 1
-                if left < 0:
-                    os._exit(9)
+    left = calls
+
+    def counted(event: str, args: tuple[object, ...]) -> None:
+        nonlocal left
+        if event in ("os.rename", "os.mkdir", "os.chmod") or (event == "open" and args[1] == "w"):
+            left -= 1
+            if left < 0:
+                os._exit(9)
+
+    child = os.fork()
+    if not child:
         sys.addaudithook(counted)
-        write_files(Path({str(folder)!r}), {FILES!r}, force=True)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)])
-    assert done.returncode == 9
+        try:
+            write_files(folder, FILES, force=True)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     for name, text in FILES.items():
         assert (folder / name).read_text() in (old[name], text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,21 +12,26 @@ import pytest
 from evenpipe.recipes.files import files_of, write_files
 from tests.recipes.tiny import FOUR_GPUS, TWO_NODES, argv_of, bert, gpt, recipe_of, starter
 
+FRAMEWORKS = ("megatron", "deepspeed")
 
-@pytest.mark.parametrize("nodes", [FOUR_GPUS, TWO_NODES])
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "deepspeed", "kubernetes"])
-@pytest.mark.parametrize("framework", ["megatron", "deepspeed"])
-@pytest.mark.parametrize("kind", [gpt, bert])
-def test_bash_and_shellcheck_take_every_script(framework, launcher, nodes, kind, tmp_path):
-    recipe = recipe_of(framework, launcher, {"interface": "ib0", "account": "me"}, nodes, kind())
-    files = files_of(recipe) if launcher != "kubernetes" else {"train.sh": _train_sh(recipe)}
-    write_files(tmp_path / "recipe", files)
-    scripts = [str(tmp_path / "recipe" / name) for name, text in files.items() if text.startswith("#!")]
-    assert scripts
-    for script in scripts:
-        subprocess.run(["bash", "-n", script], check=True)
+
+def test_bash_and_shellcheck_take_every_script(tmp_path):
+    """The scripts of all recipes, each text once: they name their folder, so that a complaint says which it is."""
+    scripts = {}
+    launchers = ("torchrun", "slurm", "deepspeed", "kubernetes")
+    for framework, launcher, nodes, kind in product(FRAMEWORKS, launchers, (FOUR_GPUS, TWO_NODES), (gpt, bert)):
+        recipe = recipe_of(framework, launcher, {"interface": "ib0", "account": "me"}, nodes, kind())
+        files = files_of(recipe) if launcher != "kubernetes" else {"train.sh": _train_sh(recipe)}
+        found = {name: text for name, text in files.items() if text.startswith("#!")}
+        assert found, recipe
+        for name, text in found.items():
+            scripts.setdefault(text, tmp_path / f"{framework} {launcher} {kind.__name__} {len(scripts)} {name}")
+    assert len(scripts) > 20
+    for text, path in scripts.items():
+        path.write_text(text)
+        subprocess.run(["bash", "-n", path], check=True)
     shellcheck = Path(sys.executable).with_name("shellcheck")
-    done = subprocess.run([shellcheck, "--severity=style", *scripts], capture_output=True, text=True)
+    done = subprocess.run([shellcheck, "--severity=style", *scripts.values()], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

@@ -83,10 +83,10 @@ def loads(actions):
     return [(index, place) for (kind, index), place in zip(actions, places, strict=True) if kind == LOAD]
 
 
-@pytest.mark.parametrize("stages", range(2, 17))
+@pytest.mark.parametrize("stages", [*range(2, 9), 11, 16])
 def test_reproduces_algorithm_1(stages):
     """Where loads wait for nothing. Where they wait for their room, the same ones start there or earlier."""
-    for micro_batches in range(1, 3 * stages + 1):
+    for micro_batches in numbers_of_micro_batches(stages):
         plain = build("1f1b", stages, micro_batches)
         printed, early = (balance(plain, optimum(stages), queues) for queues in ("one", "many"))
         for stage in range(stages // 2):
@@ -104,7 +104,7 @@ def test_reproduces_algorithm_1(stages):
 
 def numbers_of_micro_batches(p):
     """All up to 3p; of longer pipelines those around which something changes."""
-    return range(1, 3 * p + 1) if p <= 8 else (1, p // 2, p // 2 + 1, p // 2 + 2, p - 1, p, p + 1, 2 * p, 3 * p)
+    return range(1, 3 * p + 1) if p <= 6 else (1, p // 2, p // 2 + 1, p // 2 + 2, p - 1, p, p + 1, 2 * p, 3 * p)
 
 
 def test_figure_4():
@@ -172,18 +172,18 @@ def test_a_load_starts_one_action_before_its_backward_or_beside_the_eviction_bef
     assert max(positions) == earliest
 
 
-@pytest.mark.parametrize("stages", [4, 8, 11, 16])
+@pytest.mark.parametrize("stages", [4, 8, 11])
 @pytest.mark.parametrize("name", ["1f1b", "2bw"])
 def test_transfers_of_one_and_a_half_forwards_cost_nothing(name, stages):
     """Evict and load share the time of a backward and a forward (Appendix B, Equations 10 to 12)."""
     transfer = Wire(0, 1.5)
     times = Costs((1.0,) * stages, (2.0,) * stages, {"evict": transfer, "load": transfer})
-    plain, level = (simulate(lower(build(name, stages, 64, bpipe=bpipe)), times) for bpipe in (False, True))
+    plain, level = (simulate(lower(build(name, stages, 3 * stages, bpipe=bpipe)), times) for bpipe in (False, True))
     assert level.makespan_ms <= 1.001 * plain.makespan_ms
     assert max(stage.peak_live for stage in level.stages) <= optimum(stages)
 
 
-@pytest.mark.parametrize("stages", range(2, 17))
+@pytest.mark.parametrize("stages", [*range(2, 9), 11, 16])
 def test_an_acceptor_has_memory_for_its_guests_beside_its_own_peak(stages):
     """Its pool stays allocated while its own micro-batches come and go, so the two together keep the bound."""
     for micro_batches in numbers_of_micro_batches(stages):
@@ -199,7 +199,7 @@ def test_an_acceptor_has_memory_for_its_guests_beside_its_own_peak(stages):
             assert own_most + guests_most <= schedule.bound
 
 
-@pytest.mark.parametrize("stages", [4, 5, 6, 7, 8, 12, 16])
+@pytest.mark.parametrize("stages", [4, 5, 6, 7, 8, 12])
 def test_transfers_shorter_than_a_forward_cost_nothing(stages):
     """An acceptor must not stand still until a return is through only because the next accept comes too early."""
     times = Costs((1.0,) * stages, (2.0,) * stages, {"evict": Wire(0, 0.95), "load": Wire(0, 0.95)})

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.schedule import BACKWARD, COMPUTE, FORWARD, Queues, ScheduleError, Size, find, fused_form, lower
@@ -21,14 +21,12 @@ def fused(name, size, bpipe=False, queues="many"):
 
 
 @given(st.integers(2, 6), st.integers(2, 3), st.integers(1, 4), st.booleans(), kinds)
-@settings(deadline=None)
 def test_interleaved_stages_wait_for_nothing_that_does_not_come(p, v, batches, bpipe, queues):
     program = fused("interleaved", Size(p, p * batches, v), bpipe, queues)
     assert stuck([blocking_calls(steps, p) for steps in program.steps]) == []
 
 
 @given(st.integers(1, 6), st.integers(1, 20), kinds)
-@settings(deadline=None)
 def test_nor_do_stages_of_a_v(p, m, queues):
     program = fused("dualpipev", Size(p, m, 2), queues=queues)
     assert stuck([blocking_calls(steps, p) for steps in program.steps]) == []

@@ -9,7 +9,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.schedule import (
@@ -41,14 +41,12 @@ def blocked(rows):
 
 
 @given(shapes, kinds)
-@settings(deadline=None)
 def test_no_stage_waits_for_ever_if_every_call_waits(shape, queues):
     program = lower(build(*shape), queues=queues)
     assert blocked(program.steps) == []
 
 
 @given(shapes, kinds, st.data())
-@settings(deadline=None)
 def test_nor_by_any_clock(shape, queues, data):
     program = lower(build(*shape), queues=queues)
     times = st.lists(st.integers(0, 1 << 22), min_size=len(program.steps), max_size=len(program.steps))
@@ -63,7 +61,6 @@ def test_a_clock_is_the_same_in_any_unit():
 
 
 @given(st.integers(1, 7), st.data())
-@settings(max_examples=30, deadline=None)
 def test_nor_in_a_stream_with_its_gatherings_and_updates(p, data):
     m, bpipe = data.draw(st.integers(p, 2 * p + 1)), p > 1 and data.draw(st.booleans())
     stream, early = stream_of(p, m, bpipe, queues=data.draw(kinds)), data.draw(st.booleans())
@@ -80,7 +77,6 @@ def test_nor_in_a_stream_with_its_gatherings_and_updates(p, data):
 
 
 @given(shapes)
-@settings(deadline=None)
 def test_with_many_queues_a_receive_is_posted_before_the_first_action_that_ends_later_than_it_is_made(shape):
     program = lower(build(*shape))
     order, table = program.order, program.schedule.table
@@ -91,7 +87,6 @@ def test_with_many_queues_a_receive_is_posted_before_the_first_action_that_ends_
 
 
 @given(shapes)
-@settings(deadline=None)
 def test_where_hosts_wait_no_compute_waits_for_what_is_made_as_it_ends(shape):
     """A receive that was posted before it would hold it up until then, unless that is its own input."""
     program = lower(build(*shape), queues="synchronised")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.schedule import Action, ScheduleError, Stream, choose, find, verify
@@ -39,7 +39,6 @@ def paci(p, m, batches, ahead=None, at=0):
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 6))
-@settings(max_examples=60)
 def test_the_drift_is_bounded_and_the_bound_is_reached(p, m, batches):
     """Δ_max ≤ ⌈(N − 1)/a⌉ on the first stage, and less on each after it (arXiv 2606.07881)."""
     for stage, row in enumerate(build("paci", p, m, batches=batches).actions):
@@ -52,7 +51,6 @@ def test_the_drift_is_bounded_and_the_bound_is_reached(p, m, batches):
 
 
 @given(st.integers(2, 6), st.integers(1, 6), st.data())
-@settings(max_examples=40)
 def test_an_order_that_drifts_further_is_refused(p, m, data):
     """The first stage, as far ahead of its backwards as the bound lets it be, and one forward further."""
     allowed = -(-(p - 1) // m) * m

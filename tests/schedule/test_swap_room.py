@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.schedule import LEVELS, Size, build, find, own, swapping_at
@@ -48,7 +48,6 @@ def test_what_cannot_leave_and_what_is_saved_once_stays() -> None:
     assert room.least_share({0: Saved(100.0, 30.0)}, 400.0) == 0.0
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_the_least_share_keeps_to_the_limit_and_no_smaller_one_does(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([name for name in own() if "stream" not in find(name).needs]))

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.schedule import (
@@ -54,7 +54,6 @@ def test_what_is_evicted_leaves_its_swapped_tensors_on_its_own_host() -> None:
         assert set(of_unit.values()) <= {"FOIB", "FOELB"}
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_any_schedule_swaps_any_of_its_parts(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([name for name in own() if "chunks" not in find(name).needs]))
@@ -89,7 +88,6 @@ def test_units_that_gain_swap_and_come_back_where_there_is_room() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_what_gains_in_any_schedule(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(own()))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.schedule import (
@@ -64,7 +64,7 @@ def replay(row: Sequence[Action], m: int) -> dict[str, int]:
 @st.composite
 def shapes(draw):
     """Stages, micro-batches (no fewer than stages), batches, and whether with BPipe."""
-    p = draw(st.integers(1, 9))
+    p = draw(st.integers(1, 7))
     return p, draw(st.integers(p, 3 * p + 1)), draw(st.integers(1, 5)), p > 1 and draw(st.booleans())
 
 
@@ -90,7 +90,6 @@ def test_figure_2_on_the_clock():
 
 
 @given(shapes())
-@settings(max_examples=40)
 def test_every_micro_batch_has_its_version_forward_and_backward(shape):
     _, m, batches, _ = shape
     for row in two_bw(shape).actions:
@@ -106,7 +105,6 @@ def test_the_version_of_a_batch_is_that_of_its_micro_batches(batch, m, data):
 
 
 @given(shapes())
-@settings(max_examples=40)
 def test_the_compute_is_one_long_1f1b(shape):
     """With its transfers: BPipe levels a stream as it levels a batch."""
     p, m, batches, bpipe = shape
@@ -116,7 +114,6 @@ def test_the_compute_is_one_long_1f1b(shape):
 
 
 @given(shapes())
-@settings(max_examples=40)
 def test_in_flight_and_live_micro_batches_are_bounded(shape):
     p, m, batches, bpipe = shape
     schedule = two_bw(shape)
@@ -130,7 +127,6 @@ def test_in_flight_and_live_micro_batches_are_bounded(shape):
 
 
 @given(shapes(), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=18, max_size=18), st.sampled_from([0.0, 0.5]))
-@settings(max_examples=40)
 def test_no_stage_waits_for_another_to_update(shape, times, latency):
     """When a stage comes to an update, all stages have ended the batch, however uneven they and their links are."""
     p, m, batches, _ = shape
@@ -179,7 +175,7 @@ BATCHES = 4
 
 @st.composite
 def streams(draw):
-    p = draw(st.integers(1, 9))
+    p = draw(st.integers(1, 6))
     bpipe, swaps = p > 1 and draw(st.booleans()), draw(st.sets(st.integers(0, p - 1)))
     return stream_of(p, draw(st.integers(p, 3 * p + 1)), bpipe, swaps)
 
@@ -188,8 +184,7 @@ def actions(stream, stage, batches, **options):
     return [step.action for batch in range(batches) for step in stream.call(stage, batch, **options)]
 
 
-@given(st.integers(1, 9), st.data())
-@settings(max_examples=40)
+@given(st.integers(1, 6), st.data())
 def test_the_calls_are_the_beginning_of_the_schedule(p, data):
     m, bpipe = data.draw(st.integers(p, 3 * p + 1)), p > 1 and data.draw(st.booleans())
     swaps = data.draw(st.sets(st.integers(0, p - 1)))
@@ -214,7 +209,6 @@ def without_gatherings(step):
 
 
 @given(streams())
-@settings(max_examples=40)
 def test_a_call_ends_with_its_batch_and_reaches_into_the_next(stream):
     p, m = stream.stages, stream.micro_batches
     for stage in range(p):
@@ -228,7 +222,6 @@ def test_a_call_ends_with_its_batch_and_reaches_into_the_next(stream):
 
 
 @given(streams())
-@settings(max_examples=40)
 def test_an_early_update_needs_no_second_gradient_buffer(stream):
     """It comes before the batch's first backward, and every micro-batch still finds its weights."""
     m = stream.micro_batches
@@ -242,7 +235,6 @@ def test_an_early_update_needs_no_second_gradient_buffer(stream):
 
 
 @given(streams(), st.integers(0, BATCHES))
-@settings(max_examples=40)
 def test_broken_off_every_message_has_both_its_ends(stream, batch):
     """Once each stage has taken part in what its partner has started, and each could."""
     ends, owed_needs = Counter(), []

@@ -7,7 +7,7 @@ stream (PipeDream-2BW §3.1).
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.schedule import Link, lower
@@ -127,7 +127,6 @@ def test_without_transfers_groups_change_nothing(p: int, m: int, k: int) -> None
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @given(st.integers(2, 5), st.integers(2, 5), st.integers(2, 24), st.data())
-@settings(deadline=None, max_examples=60)
 def test_late_messages_of_a_link_are_absorbed_by_its_queue(
     direction: str, p: int, k: int, m: int, data: st.DataObject
 ) -> None:

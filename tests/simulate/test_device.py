@@ -28,10 +28,10 @@ def costs(stages: int, message: float) -> Costs:
     return Costs((1.0,) * stages, (2.0,) * stages, wires)
 
 
-def shapes():
-    """p ≤ 8, m ≤ 3p: the known schedules, with and without BPipe where that levels anything."""
-    for p, (name, sizes), bpipe in itertools.product(range(2, 9), NAMED, (False, True)):
-        for m in range(sizes.get("group_size", 1), 3 * p + 1):
+def shapes(stages=range(2, 9), most=24):
+    """m ≤ 3p: the known schedules, with and without BPipe where that levels anything."""
+    for p, (name, sizes), bpipe in itertools.product(stages, NAMED, (False, True)):
+        for m in range(sizes.get("group_size", 1), min(3 * p, most) + 1):
             with suppress(ScheduleError):
                 yield name, bpipe, build(name, Size(p, m, **sizes), bpipe).schedule
 
@@ -100,8 +100,8 @@ def moved_about(calls, chance: Random):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_the_model_agrees_with_hosts_queues_and_streams_that_take_turns(seed: int):
     chance, found = Random(seed), defaultdict(int)
-    some = [schedule for _, _, schedule in shapes() if schedule.stages <= 4 and schedule.micro_batches <= 7]
-    for _ in range(500):
+    some = [schedule for _, _, schedule in shapes(range(2, 5), 7)]
+    for _ in range(200):
         program = lower(chance.choice(some), queues=chance.choice(KINDS))
         calls = [calls_of(program, stage) for stage in range(program.schedule.stages)]
         if chance.random() < 0.5:
@@ -112,7 +112,7 @@ def test_the_model_agrees_with_hosts_queues_and_streams_that_take_turns(seed: in
         hangs = bool(Device(calls, FREE, program.schedule.chunks, environment).stuck)
         assert hangs != ends(calls, environment, chance), (program.schedule.name, environment)
         found[hangs] += 1
-    assert min(found[True], found[False]) > 60
+    assert min(found[True], found[False]) > 25
 
 
 #: Of a forward; and stages.
@@ -125,8 +125,8 @@ SIZES = [(message, stages) for message in (0.0, 0.1, 0.5) for stages in (2, 4, 7
 def test_with_many_queues_safety_costs_next_to_nothing(message: float, stages: int):
     """Against receives that are posted k + 1 compute calls ahead: ≤ 0.1 % without BPipe, ≤ 1.5 % on average with it."""
     ratios = defaultdict(list)
-    for name, bpipe, schedule in shapes():
-        if schedule.stages != stages or schedule.micro_batches % 3 == 1:
+    for name, bpipe, schedule in shapes([stages]):
+        if schedule.micro_batches % 3 == 1:
             continue
         # Such a part of a chunk's forward, which takes its share of the stage's.
         program, taken = lower(schedule), costs(schedule.stages, message / schedule.chunks)
@@ -175,10 +175,10 @@ def test_known_times_make_a_faster_order_of_uneven_stages(bpipe: bool):
 def test_each_kind_of_device_has_the_fastest_of_the_orders(environment: Environment):
     """Messages right after what makes them, or put off until they just arrive in time, or as if they took nothing.
 
-    p = 4, m = 16.
+    p = 4, m = 12.
     """
     for name, sizes in NAMED:
-        program = build(name, Size(4, 16, **sizes), queues=environment.queues)
+        program = build(name, Size(4, 12, **sizes), queues=environment.queues)
         for taken in (costs(4, 0.5 / program.schedule.chunks), unevenly(4, 0.1)):
             ours = run_on_devices(program, taken, environment)
             for queues in KINDS:

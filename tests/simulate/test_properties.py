@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.schedule import Schedule, lower
@@ -44,7 +44,6 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
 def test_time_and_memory_are_accounted_for(case: Case) -> None:
     simulation = simulate(lower(case.schedule), case.costs)
     assert simulation.makespan_ms >= max(stage.busy_ms for stage in simulation.stages) - ROUNDING_MS
@@ -55,7 +54,6 @@ def test_time_and_memory_are_accounted_for(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
 def test_actions_run_in_order_and_after_what_they_need(case: Case) -> None:
     simulation = simulate(lower(case.schedule), case.costs)
     ends = {}
@@ -75,7 +73,6 @@ def test_actions_run_in_order_and_after_what_they_need(case: Case) -> None:
 
 
 @given(cases(), st.sampled_from(["forward", "backward", "evict", "load"]), WIRES)
-@settings(max_examples=100, deadline=None)
 def test_a_slower_link_never_helps(case: Case, kind: str, extra: Wire) -> None:
     """Max-plus systems are monotone: no scheduling anomalies."""
     wire = case.costs.wires[kind]

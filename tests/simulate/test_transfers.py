@@ -6,7 +6,7 @@ A link to the host carries one swap after the other each way.
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.schedule import GAINING, Link, Size, build, find
@@ -83,7 +83,6 @@ def test_only_the_link_that_is_slow_holds_its_stage_up() -> None:
     assert simulate(program, costs).makespan_ms == pytest.approx(3 * (1 + 5 + 2))
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.sampled_from(["1f1b", "gpipe", "kfkb", "zb-h1"]), st.integers(2, 4), st.integers(1, 4), st.booleans())
 def test_a_swap_costs_nothing_on_a_free_link_and_no_less_on_a_slower_one(
     name: str, stages: int, times: int, bpipe: bool

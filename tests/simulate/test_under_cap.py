@@ -11,7 +11,7 @@ from evenpipe.schedule.swap_room import Saved, SwapRoom
 from evenpipe.simulate import Costs, Wire, simulate
 from evenpipe.simulate.under_cap import CappedStage, Layer, Way, planned, ways_of
 
-CAPS = [cap / 20 for cap in range(19, 7, -1)]  # of what the worst stage of 1F1B holds: 0.95 to 0.4
+CAPS = [cap / 20 for cap in range(19, 7, -2)]  # of what the worst stage of 1F1B holds: 0.95 to 0.45
 
 
 class Model(NamedTuple):

@@ -80,7 +80,7 @@ def test_slow_partners_do_not_get_bpipe():
     assert any(one.name == "1f1b with BPipe" and one.fits(costs(320)) for one in others)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     stages=st.integers(2, 4),
     micro_batches=st.integers(2, 8),

@@ -7,7 +7,7 @@ from itertools import chain
 from statistics import fmean
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
@@ -54,7 +54,6 @@ def test_the_network_decides():
     assert tuner.retunes[0].estimates_ms.keys() == {"k1b4", "k2b2", "k4b1"}
 
 
-@settings(max_examples=25)
 @given(st.lists(st.floats(0, 80), min_size=2, max_size=5))
 def test_no_switch_for_little(networks):
     tuner = None

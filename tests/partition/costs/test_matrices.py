@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.partition.costs.matrices import Costs, Coverage
@@ -11,7 +11,6 @@ from tests.partition.profiles import random_profile
 
 
 @given(st.integers(0, 10_000), st.integers(2, 16))
-@settings(max_examples=60, deadline=None)
 def test_every_range_has_what_its_nodes_have(seed: int, nodes: int) -> None:
     profile = random_profile(seed, nodes)
     costs = Costs(profile)
@@ -36,7 +35,6 @@ def test_every_range_has_what_its_nodes_have(seed: int, nodes: int) -> None:
 
 
 @given(st.integers(0, 10_000), st.data())
-@settings(max_examples=40, deadline=None)
 def test_a_part_of_the_matrix_is_that_part(seed: int, data: st.DataObject) -> None:
     """Searches ask for the few ranges that they can use, in any choice of rows and columns."""
     costs = Costs(random_profile(seed, 14))

@@ -41,7 +41,7 @@ def points(problem: Problem) -> tuple[int, int]:
 
 @pytest.mark.parametrize("optimize", ["none", "recompute"])
 @pytest.mark.parametrize("count", [7, 10, 16, 23])
-@pytest.mark.parametrize("draw", range(6))
+@pytest.mark.parametrize("draw", range(2))
 def test_theorem_4_1_by_exhaustion(optimize: Optimize, count: int, draw: int) -> None:
     """Time and memory grow with every node, nothing is sent that counts, and every byte is as dear to compute again.
 
@@ -124,7 +124,7 @@ def test_behind_the_first_that_does_not_fit_nothing_is_tried() -> None:
     assert best.ms < found.ms
 
 
-@pytest.mark.parametrize("stages", range(2, 9))
+@pytest.mark.parametrize("stages", [2, 3, 6, 8])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream"])
 def test_any_number_of_stages(stages: int, name: str) -> None:
     """Three are cut off from a part by the first one's points, so that a depth need be no power of 2."""
@@ -141,7 +141,7 @@ def test_any_number_of_stages(stages: int, name: str) -> None:
     assert found.part.ms <= 1.1 * best.optimum_ms
 
 
-@pytest.mark.parametrize("seed", range(0, 200, 5))
+@pytest.mark.parametrize("seed", range(0, 60, 5))
 def test_it_is_never_better_than_the_best_of_all_partitions(seed: int) -> None:
     costs = Costs(random_profile(seed, 10))
     stages = min(2 + seed % 3, costs.last)
