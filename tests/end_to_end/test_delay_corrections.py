@@ -12,7 +12,7 @@ from tests.oracle.process import Case, Trained, train_cases
 from tests.oracle.recurrence import TwoBWUpdates, descend
 from tests.selected import selected
 
-_SMALL = {"hidden": 16, "heads": 2, "seq_length": 16, "iterations": 12, "schedule": "2bw", "lr": 0.01}
+_SMALL = {"hidden": 16, "heads": 2, "seq_length": 16, "iterations": 6, "schedule": "2bw", "lr": 0.01}
 CASES: dict[str, dict[str, Any]] = {
     "p=2, weight-prediction": {"stages": 2, "micro_batches": 3, "lr_decay": "cosine"},
     "p=2, nesterov": {"stages": 2, "micro_batches": 2, "optimizer": "sgd", "momentum": 0.9, "lr": 0.1},

@@ -15,7 +15,7 @@ from tests.end_to_end.optimizers import RATES, Optimizers, in_place_of_adamw
 from tests.oracle.process import Case, Trained, train_cases
 from tests.selected import selected
 
-_SMALL = {"hidden": 16, "heads": 2, "seq_length": 16, "iterations": 20, "schedule": "2bw", "lr_decay": "cosine"}
+_SMALL = {"hidden": 16, "heads": 2, "seq_length": 16, "iterations": 12, "schedule": "2bw", "lr_decay": "cosine"}
 CASES: dict[str, dict[str, Any]] = {
     "p=2, Lion": {"stages": 2, "micro_batches": 3},
     "p=2, LARS": {"stages": 2, "micro_batches": 2, "untie_embeddings": True},

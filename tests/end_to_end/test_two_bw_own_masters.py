@@ -16,7 +16,7 @@ from evenpipe.train.options import TrainOptions
 from tests.megatron.own_masters import WithOwnMasters
 from tests.oracle.process import Case, train_cases
 
-_SMALL = {"hidden": 16, "heads": 2, "seq_length": 16, "iterations": 7, "schedule": "2bw", "lr": 0.01, "layers": 4}
+_SMALL = {"hidden": 16, "heads": 2, "seq_length": 16, "iterations": 5, "schedule": "2bw", "lr": 0.01, "layers": 4}
 _BF16 = {**_SMALL, "precision": "bf16", "distributed_optimizer": True, "stages": 2, "clip_grad": 0.0}
 CASES: dict[str, dict[str, Any]] = {
     "p=2": {**_BF16, "micro_batches": 3, "lr_decay": "cosine"},
