@@ -41,6 +41,7 @@ _RUNS: dict[str, dict[str, Any]] = {
 }
 _LONG = {
     "bf16, model-parallel, every rank has all",
+    "bf16, clipped",
     "fp32, every replica has all",
     "bf16",
     "ZeRO, an overflow",

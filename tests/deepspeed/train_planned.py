@@ -47,13 +47,16 @@ class Alike:
         return [NodeTimes(1.0, 2.0) for _ in work]
 
 
-def write_plan(case: Case, cut: Cut) -> None:
-    """The plan and its code."""
-    torch.manual_seed(0)
-    model = WholeModel(layers(case), loss_of, getattr(torch, cut.dtype)).train()
-    tokens, labels = next(train_tiny.batches(0, 1, 1))
-    graph = trace(model, {"inputs": tokens, "labels": labels})
-    nodes, workload = profile(graph, Alike(), "tiny"), Workload(*cut.schedule)
+def write_plan(case: Case, cut: Cut, traced: dict[str, Any]) -> None:
+    """The plan and its code; each model is traced once."""
+    model = repr((case._replace(stages=0, config={}, steps=0, evaluate=False, measure=False, decay=""), cut.dtype))
+    if model not in traced:
+        torch.manual_seed(0)
+        whole = WholeModel(layers(case), loss_of, getattr(torch, cut.dtype)).train()
+        tokens, labels = next(train_tiny.batches(0, 1, 1))
+        graph = trace(whole, {"inputs": tokens, "labels": labels})
+        traced[model] = graph, profile(graph, Alike(), "tiny")
+    (graph, nodes), workload = traced[model], Workload(*cut.schedule)
     plan = find_plan(nodes, workload, cut.stages, 1 << 40)
     if cut.optimize != "none":
         limit = int(cut.share * max(part.peak_bytes for part in plan.stages))
@@ -70,7 +73,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     except SystemExit as ended:  # which is said on standard error
         return {"status": ended.code}
     if cut.load:
-        for _ in range(8 * 3):
+        for _ in range(8 * 2):
             next(data)
         engine.load_checkpoint(cut.load, load_optimizer_states=not cut.weights_only)
     if case.measure:
@@ -100,8 +103,9 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     ending._FIRST_OF_A_NODE_SECONDS = ending._ANY_OTHER_SECONDS = 0.0  # no launcher ends the others first
     torch.set_num_threads(1)
+    models: dict[str, Any] = {}
     for one in json.loads(Path(sys.argv[1]).read_text()):
         how = Cut(**one.get("cut", {}))
         if how.plan and not Path(how.plan).exists():
-            write_plan(Case(**{key: value for key, value in one.items() if key != "cut"}), how)
+            write_plan(Case(**{key: value for key, value in one.items() if key != "cut"}), how, models)
     run(train, Path(sys.argv[1]), Path(sys.argv[2]))

@@ -30,6 +30,9 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
 from shards import ShardedBlock, ShardedEmbedding, Shards, project_sharded
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.gloo import share_device
+
 evenpipe.deepspeed.install()
 
 RANKS = 4
@@ -42,7 +45,7 @@ class Case(NamedTuple):
     stages: int
     config: dict[str, Any]
     blocks: int = 6
-    steps: int = 3
+    steps: int = 2
     tied: bool = False
     late_tie: bool = False  # the second stage and the last share a weight
     pair: bool = False  # two tensors cross from stage to stage
@@ -285,6 +288,7 @@ def work(
 ) -> None:
     """The part of one rank, which the environment tells."""
     torch.set_num_threads(1)
+    share_device()
     # DeepSpeed would compile a shared-memory all-reduce; gloo's does as well.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed refuses fp16 on CPUs without AVX512-FP16, where torch computes it as well.

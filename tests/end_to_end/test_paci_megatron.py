@@ -15,7 +15,7 @@ from evenpipe.train.options import TrainOptions
 from evenpipe.train.result import RunResult
 from tests.oracle.process import Case, Trained, train_cases
 
-_SMALL = {"hidden": 16, "heads": 2, "seq_length": 16, "iterations": 8, "schedule": "paci", "lr": 0.01, "layers": 4}
+_SMALL = {"hidden": 16, "heads": 2, "seq_length": 16, "iterations": 5, "schedule": "paci", "lr": 0.01, "layers": 4}
 _FREE = {**_SMALL, "untie_embeddings": True, "clip_grad": 0.0, "lr_warmup": 2, "lr_decay": "cosine"}
 CASES: dict[str, dict[str, Any]] = {
     "p=2, Adam": {**_FREE, "stages": 2, "micro_batches": 3},

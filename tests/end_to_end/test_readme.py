@@ -69,6 +69,7 @@ def test_the_recipe_is_the_one_that_the_plan_ends_with(capsys):
     assert capsys.readouterr().out.splitlines()[-1].split() == recipe
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("words", commands_of("doctor"), ids=" ".join)
 def test_the_doctor(words, tmp_path):
     """It looks at two ranks of this machine: that it finds something is no failure."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import math
 from pathlib import Path
@@ -39,21 +40,18 @@ CASES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "1f1b, BPipe": {"bpipe": True},
     "gpipe": {"schedule": "gpipe"},
-    "2F2B": {"schedule": "kfkb", "group_size": 2},
     "2F2B, BPipe": {"schedule": "kfkb", "group_size": 2, "bpipe": True},
     "two stages of two replicas": {"stages": 2, "data_parallel": 2},
     "bf16": {"precision": "bf16"},
-    "bf16, 2F2B, BPipe": {"precision": "bf16", "schedule": "kfkb", "group_size": 2, "bpipe": True},
     "BERT, SGD": {"model": "bert", "optimizer": "sgd", "momentum": 0.9, "lr": 0.1},
     "zb-h1": {"schedule": "zb-h1"},
     "v-half": {"schedule": "v-half"},
     "bf16, zb-h1": {"precision": "bf16", "schedule": "zb-h1"},
-    "bf16, v-half": {"precision": "bf16", "schedule": "v-half"},
     "interleaved": {"schedule": "interleaved", "chunks": 2, "micro_batches": 8},
     "one stage": {"stages": 1},
-    "2bw": {"schedule": "2bw", "iterations": 6, "lr_warmup": 3},
+    "2bw": {"schedule": "2bw", "iterations": 4, "lr_warmup": 3},
     "muon": {"optimizer": "muon"},
-    "2bw, muon": {"schedule": "2bw", "optimizer": "muon", "iterations": 6},
+    "2bw, muon": {"schedule": "2bw", "optimizer": "muon", "iterations": 4},
     "2bw, BPipe, SGD, unclipped": {
         "schedule": "2bw",
         "bpipe": True,
@@ -61,9 +59,9 @@ CASES: dict[str, dict[str, Any]] = {
         "momentum": 0.9,
         "lr": 0.1,
         "clip_grad": 0.0,
-        "iterations": 6,
+        "iterations": 4,
     },
-    "2bw, two stages of two replicas": {"schedule": "2bw", "stages": 2, "data_parallel": 2, "iterations": 6},
+    "2bw, two stages of two replicas": {"schedule": "2bw", "stages": 2, "data_parallel": 2, "iterations": 4},
 }
 
 
@@ -121,16 +119,32 @@ def train_in_one_process(options: TrainOptions) -> tuple[tuple[float, ...], str]
     return tuple(losses), hashlib.sha256("".join(digest([piece]) for piece in newest).encode()).hexdigest()
 
 
+#: What says how the work is done, and not which.
+_CUT = ("bpipe", "group_size", "chunks", "stages")
+
+
+def rule_of(case: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """What a loop in one process knows of a case."""
+    return tuple(
+        (key, value) for key, value in case.items() if key not in _CUT and (key != "schedule" or value == "2bw")
+    )
+
+
+@functools.cache
+def trained_in_one_process(rule: tuple[tuple[str, Any], ...]) -> tuple[tuple[float, ...], str]:
+    return train_in_one_process(options_of(**dict(rule)))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_weights_are_those_of_a_loop_in_one_process(results: dict[str, RunResult], name: str) -> None:
-    losses, weights = train_in_one_process(options_of(**CASES[name]))
+    losses, weights = trained_in_one_process(rule_of(CASES[name]))
     assert results[name].losses == losses
     assert results[name].weights_sha256 == weights
     assert losses[-1] < losses[0]
 
 
 def test_weights_do_not_depend_on_the_cut_or_the_schedule(results: dict[str, RunResult]) -> None:
-    same = ["1f1b", "1f1b, BPipe", "gpipe", "2F2B", "2F2B, BPipe", "zb-h1", "v-half", "one stage"]
+    same = ["1f1b", "1f1b, BPipe", "gpipe", "2F2B, BPipe", "zb-h1", "v-half", "one stage"]
     assert len({(results[name].losses, results[name].weights_sha256) for name in same}) == 1
     assert len({result.weights_sha256 for name, result in results.items() if name.startswith("bf16")}) == 1
     assert results["bf16"].losses != results["1f1b"].losses

@@ -12,7 +12,9 @@ import pytest
 from evenpipe.train import process
 from evenpipe.train.launch import run_cases
 from evenpipe.train.options import TrainOptions
-from tests.oracle.process import Case, train_cases
+from evenpipe.train.result import RunResult
+from tests.oracle.process import Case, Trained, train_cases
+from tests.selected import marked, selected
 
 _SMALL = {"hidden": 16, "heads": 2, "seq_length": 16, "iterations": 5, "schedule": "2bw", "lr": 0.01, "layers": 2}
 _INSTANCES = {**_SMALL, "stages": 2, "distributed_optimizer": True, "clip_grad": 0.0, "micro_batches": 2}
@@ -53,12 +55,19 @@ class TwoInstances:
             return train_cases(cases, *rest)
 
 
-@pytest.mark.parametrize("name", [*list(CASES)[:2], pytest.param("DP4, overlapped", marks=pytest.mark.long)])
-def test_instances_step_as_one_process(name: str) -> None:
-    options = TrainOptions.of(**CASES[name])
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest) -> dict[str, tuple[RunResult, Trained]]:
+    """The runs that are looked at, and what one process finds."""
+    options = {name: TrainOptions.of(**CASES[name]) for name in CASES if name in selected(request, "name")}
     with mock.patch.object(process, "train_cases", TwoInstances()):
-        [run] = run_cases([options])
-    [one] = train_cases([Case(options, 1, per_token=True)])
+        runs = run_cases(list(options.values()))
+    found = train_cases([Case(one, 1, per_token=True) for one in options.values()])
+    return dict(zip(options, zip(runs, found, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", marked(CASES, ["DP4, overlapped"]))
+def test_instances_step_as_one_process(name: str, trained: dict[str, tuple[RunResult, Trained]]) -> None:
+    options, (run, one) = TrainOptions.of(**CASES[name]), trained[name]
     assert run.grad_norms == pytest.approx(one.grad_norms, rel=1e-6)
     if options.data_parallel == 2:  # four are added up in another order
         assert (run.losses, run.weights_sha256) == (one.losses, one.weights_sha256)

@@ -19,7 +19,7 @@ from tests.oracle.process import Case, Trained, train_cases
 from tests.selected import selected
 
 # Lengths vary, so that no two batches have the same number of tokens.
-_SMALL = {"hidden": 16, "heads": 2, "seq_length": 32, "min_length": 4, "iterations": 8, "schedule": "2bw"}
+_SMALL = {"hidden": 16, "heads": 2, "seq_length": 32, "min_length": 4, "iterations": 5, "schedule": "2bw"}
 _FREE = {"untie_embeddings": True, "clip_grad": 0.0}
 CASES: dict[str, dict[str, Any]] = {
     "p=2, m=3, Adam, nothing else waits": {**_FREE, "stages": 2, "micro_batches": 3, "lr": 0.01},

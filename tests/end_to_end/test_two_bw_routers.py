@@ -17,7 +17,7 @@ from evenpipe.train.result import RunResult
 from tests.oracle.process import Case, Trained, train_cases
 from tests.selected import selected
 
-_SMALL = {"hidden": 16, "heads": 2, "seq_length": 32, "iterations": 8, "schedule": "2bw", "experts": 4, "lr": 0.01}
+_SMALL = {"hidden": 16, "heads": 2, "seq_length": 32, "iterations": 5, "schedule": "2bw", "experts": 4, "lr": 0.01}
 CASES: dict[str, dict[str, Any]] = {
     "p=2, m=3": {"stages": 2, "micro_batches": 3},
     "p=4, m=4, BPipe": {"stages": 4, "micro_batches": 4, "bpipe": True, "optimizer": "sgd", "lr": 0.3},

@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import pytest
-
 from evenpipe.train import process
 from evenpipe.train.launch import run_cases
 from evenpipe.train.options import TrainOptions
 from tests.oracle.process import Case, train_cases
 
-_SMALL = {"hidden": 16, "heads": 2, "seq_length": 16, "iterations": 8, "schedule": "2bw", "lr": 0.01, "layers": 2}
+_SMALL: dict[str, Any] = {
+    "hidden": 16,
+    "heads": 2,
+    "seq_length": 16,
+    "iterations": 8,
+    "schedule": "2bw",
+    "lr": 0.01,
+    "layers": 2,
+}
 LARGEST = 1.45
 
 
@@ -34,12 +40,11 @@ class Skipping:
             return train_cases(cases, *rest)
 
 
-@pytest.mark.parametrize("clip_grad", [0.0, 1.0])
-def test_a_step_beyond_the_largest_norm_is_skipped(clip_grad: float) -> None:
-    options = TrainOptions.of(**_SMALL, stages=2, micro_batches=3, clip_grad=clip_grad)
+def test_a_step_beyond_the_largest_norm_is_skipped_with_clipping_and_without() -> None:
+    cases = [TrainOptions.of(**_SMALL, stages=2, micro_batches=3, clip_grad=most) for most in (0.0, 1.0)]
     with mock.patch.object(process, "train_cases", Skipping()):
-        [run] = run_cases([options])
-    [one] = train_cases([Case(options, 1, largest_norm=LARGEST)])
-    assert run.skipped_iterations == tuple(place for place, norm in enumerate(one.grad_norms) if norm > LARGEST)
-    assert 0 < len(run.skipped_iterations) < options.iterations
-    assert (run.losses, run.weights_sha256) == (one.losses, one.weights_sha256)
+        runs = run_cases(cases)
+    for run, one in zip(runs, train_cases([Case(each, 1, largest_norm=LARGEST) for each in cases]), strict=True):
+        assert run.skipped_iterations == tuple(place for place, norm in enumerate(one.grad_norms) if norm > LARGEST)
+        assert 0 < len(run.skipped_iterations) < _SMALL["iterations"]
+        assert (run.losses, run.weights_sha256) == (one.losses, one.weights_sha256)

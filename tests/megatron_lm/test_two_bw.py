@@ -14,6 +14,7 @@ import torch
 from tests.megatron_lm import traced_collectives
 from tests.megatron_lm.launch import Run, differences, launch, model_flags, start, torchrun
 from tests.megatron_lm.test_experts import EXPERTS
+from tests.selected import marked
 
 GPT, BERT = "pretrain_gpt.py", "pretrain_bert.py"
 TWO = ("--evenpipe-schedule", "2bw")
@@ -48,6 +49,9 @@ CASES = {
         "torch",
     ),
 }
+
+# What differs little from a case that stays, of this file or of `tests/two_bw/test_interruptions.py`.
+LONG = ("GPT DP2xPP2 bf16 distributed optimizer, error feedback, torch", "BERT PP4 bpipe, torch")
 
 
 def flags_for(checkout, script, iterations, bert_data):
@@ -108,7 +112,7 @@ def test_nothing_waits_for_another_stage(megatron_lm, tmp_path):
 
 @pytest.mark.parametrize(
     "model",
-    [(), MTP, (*MTP, UNTIED), (*MTP, PER_TOKEN)],
+    [(), pytest.param(MTP, marks=pytest.mark.long), (*MTP, UNTIED), (*MTP, PER_TOKEN)],
     ids=["tied", "MTP, tied", "MTP, untied", "MTP, loss per token"],
 )
 def test_the_first_two_batches_run_on_the_first_weights(megatron_lm, model, tmp_path):
@@ -146,7 +150,7 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("how", DIVIDED)
+@pytest.mark.parametrize("how", marked(DIVIDED, ["over replicas"]))
 def test_the_first_losses_and_norms_of_experts_that_are_shared_out_are_megatron_s(megatron_lm, how):
     """The first two batches run on the first weights."""
     flags = [*flags_for(megatron_lm, GPT, 2, ()), *PP2, *SHARED_OUT, *DIVIDED[how]]
@@ -202,7 +206,14 @@ def numbers(figure: str, run: Run) -> list[float]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.every_release if case == "GPT PP4 m=4, torch_dist" else ())
+        pytest.param(
+            case,
+            marks=pytest.mark.every_release
+            if case == "GPT PP4 m=4, torch_dist"
+            else pytest.mark.long
+            if case in LONG
+            else (),
+        )
         for case in CASES
     ],
 )

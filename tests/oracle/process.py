@@ -1,7 +1,6 @@
 """Runs the oracle in a process of its own: Megatron is patched there for the CPU, and keeps global state."""
 
 import math
-import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from evenpipe.train.engines import ENGINES
+from evenpipe.train.launch import _context
 from evenpipe.train.options import TrainOptions
 
 __all__ = ["Case", "Trained", "train_cases"]
@@ -38,8 +39,11 @@ class Case(NamedTuple):
 def train_cases(
     cases: Sequence[Case], within: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> list[Trained]:
-    """Train all in one new process, `within` a context; results in the order of the cases."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    """Train all in one new process, `within` a context; results in the order of the cases.
+
+    It is forked from the server of the runs that the oracle is for, which has imported Megatron.
+    """
+    with ProcessPoolExecutor(1, _context("cpu", ENGINES["evenpipe"].path)) as pool:
         return pool.submit(_train_all, cases, within).result()
 
 
