@@ -110,12 +110,12 @@ def test_layers_are_recomputed_where_copies_are_slow_and_draw_the_same_random_nu
 def test_stages_send_to_their_partners_where_copies_are_slow_and_nothing_can_be_recomputed(tmp_path: Path) -> None:
     """Of four micro-batches the first of four stages holds three, and what stays of the others."""
     case = {**_CASE, "slow_host": True, "recomputes": False, "measure": True}
-    own = {"schedule": "1f1b", "bpipe": True, "swap": "auto"}
+    own = {**_UNEVEN, "bpipe": True, "swap": "auto"}
     (stock, whole, roomy), said = run_cases(
         "train_tiny.py",
         [
             {**case, "config": {}, "measure": False, "slow_host": False, "recomputes": True},
-            {**case, "config": {"evenpipe": {"schedule": "1f1b"}}, "slow_host": False},
+            {**case, "config": {"evenpipe": _UNEVEN}, "slow_host": False, "recomputes": True},
             {**case, "config": {"evenpipe": {**own, "memory_gib": _ENOUGH_GIB}}},
         ],
         tmp_path,
@@ -132,7 +132,7 @@ def test_stages_send_to_their_partners_where_copies_are_slow_and_nothing_can_be_
     assert max(rank["peak_bytes"] for rank in ours) <= 1.02 * 0.85 * peak
 
 
-@pytest.mark.parametrize("cap", [0.75, 0.55])
+@pytest.mark.parametrize("cap", [0.55, pytest.param(0.75, marks=pytest.mark.long)])
 def test_layers_of_experts_stay_under_a_cap(cap: float, tmp_path: Path) -> None:
     """Of what the first of two stages holds, whose routers send each micro-batch's tokens where they like."""
     case = {"config": {}, "steps": 3, "layers": 6}
