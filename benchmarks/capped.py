@@ -25,13 +25,13 @@ from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.host_swaps import HostSwaps
 from evenpipe.runtime.recomputed_layers import recomputing_layers
 from evenpipe.runtime.stage import Edges, ModuleStage
-from evenpipe.schedule import GAINING, LEVELS, LevelsOfStages, Program, Programs, Size, build, links, loop
+from evenpipe.schedule import GAINING, LEVELS, Program, Programs, Size, build, links, loop
 from evenpipe.schedule.swap_room import Saved, SwapRoom
 from evenpipe.simulate import simulate
-from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of
+from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of, program_of
+from evenpipe.tuner import swapping
 from evenpipe.tuner.process_memory import Room
 from evenpipe.tuner.searching import UNDER_WAY
-from evenpipe.tuner.swapping import SwapLoop
 
 # Long enough for every process to have left the broadcast of the start.
 _START_DELAY_MS = 50.0
@@ -43,7 +43,8 @@ _UNTIMED = 2
 class Setting(NamedTuple):
     """`copy_ms`: of all that a micro-batch saves, one way; it saves `storages` of equal size, `nbytes` in all.
 
-    Each of a stage's `layers` saves and takes the same.
+    `partner_ms`: the same of a message to the partner; 0 where stages send none. Each of a stage's `layers` saves and
+    takes the same.
     """
 
     stages: int
@@ -53,6 +54,7 @@ class Setting(NamedTuple):
     forward_ms: float
     backward_ms: float
     copy_ms: float
+    partner_ms: float
     layers: int
     storages: int
     nbytes: int
@@ -100,8 +102,11 @@ def measure(rank: int, setting: Setting, tick: Tick) -> list[dict[str, Any]]:
     """In each process, for every cap: milliseconds of every batch, and each stage's way and peak."""
     cpu, elements = torch.device("cpu"), _BOUNDARY_BYTES // 4
     accelerator = Accelerator(setting.forward_ms, setting.backward_ms)
-    connections = connect(range(setting.stages), links(loop(setting.stages)), backend="gloo", device=cpu)
-    wires = over_wires(connections, accelerator, 0.0)
+    joined = links(loop(setting.stages), setting.partner_ms > 0)
+    connections = connect(range(setting.stages), joined, backend="gloo", device=cpu)
+    wires = over_wires(connections, accelerator, setting.partner_ms)
+    if setting.partner_ms:  # a message of any size takes so long on the emulated wires
+        swapping.sending_gbps = lambda *ends: setting.nbytes / setting.partner_ms / 1e6
     host = EmulatedHostLink(accelerator, setting.copy_ms / setting.nbytes)
     plain, found = Programs("1f1b"), []
     layers = [_Module(accelerator, setting) for _ in range(setting.layers)]
@@ -126,12 +131,12 @@ def measure(rank: int, setting: Setting, tick: Tick) -> list[dict[str, Any]]:
         return took.item()
 
     for cap in setting.caps:
-        executor, decides = Executor(rank, wires, cpu), SwapLoop()
+        executor, decides = Executor(rank, wires, cpu), swapping.SwapLoop()
         executor.swaps = HostSwaps(executor.store, cpu, decides.limit, host)
         room = partial(Room, int(cap * setting.whole_bytes) + UNDER_WAY * _BOUNDARY_BYTES, 0)
         times, peak = [], 0
         for number in range(_UNTIMED + setting.repeats):
-            program = decides.programs(plain, setting.size)(setting.size)
+            program = decides.program(plain, setting.size)
             decides.begin(executor, [layers])
             (again,) = decides.layers(plain, setting.size)
             with recomputing_layers(layers[:again]):
@@ -150,12 +155,13 @@ def measure(rank: int, setting: Setting, tick: Tick) -> list[dict[str, Any]]:
 
 
 def stages_of(setting: Setting) -> list[CappedStage]:
-    """Return what stages save and take, without limits. A partner is as fast as the host."""
+    """Return what stages save and take, without limits. A partner is as fast as the host, if not told."""
     freed = setting.nbytes / setting.layers - _BOUNDARY_BYTES
     layers = [Layer(freed, setting.forward_ms / setting.layers)] * setting.layers
     saved, ms_a_byte = {0: Saved(setting.nbytes)}, setting.copy_ms / setting.nbytes
     times = [setting.forward_ms], [setting.backward_ms]
-    return [CappedStage(0.0, saved, [layers], *times, ms_a_byte, ms_a_byte)] * setting.stages
+    partner_ms = (setting.partner_ms or setting.copy_ms) / setting.nbytes
+    return [CappedStage(0.0, saved, [layers], *times, ms_a_byte, partner_ms)] * setting.stages
 
 
 def other_ways(setting: Setting) -> dict[str, tuple[float, float]]:
@@ -185,7 +191,7 @@ def results_of(setting: Setting, measured: list[dict[str, Any]]) -> list[dict[st
     results = []
     for entry in measured:
         ways = tuple(Way(**way) for way in entry["ways"])
-        program = build("1f1b", setting.size, swaps=LevelsOfStages(tuple(way.level for way in ways)))
+        program = program_of(Programs("1f1b"), setting.size, ways)
         predicted_ms = simulate(program, costs_of(stages, ways)).makespan_ms
         took = median(entry["batches_ms"])
         others = {name: ms for name, (peak, ms) in single.items() if peak <= 1.02 * entry["cap"]}
@@ -200,7 +206,8 @@ def plan_of(ways: list[dict[str, Any]]) -> str:
     each = []
     for way in ways:
         swaps = f"{way['share']:.0%}{'*' * (way['level'] == LEVELS[-1])}" if way["share"] else ""
-        each.append(" ".join(filter(None, (swaps, f"{way['layers']}r" if way["layers"] else ""))) or "-")
+        again, partner = f"{way['layers']}r" if way["layers"] else "", f"{way['bound']}p" if way["bound"] else ""
+        each.append(" ".join(filter(None, (swaps, partner, again))) or "-")
     return ", ".join(f"{count} × {what}" if (count := len([*same])) > 1 else what for what, same in groupby(each))
 
 
@@ -217,8 +224,8 @@ def table(results: list[dict[str, Any]]) -> Table:
             *(f"{entry['off']:+.1%}", f"{ratio:.3f}", *others),
         )
     shown.caption = (
-        "%: of each micro-batch swaps, *: and the stage waits for each copy; r: layers recomputed. Other ways: "
-        "simulated ms, where they fit under the cap"
+        "%: of each micro-batch swaps, *: and the stage waits for each copy; p: held at most, where the stage "
+        "and its partner move micro-batches; r: layers recomputed. Other ways: simulated ms, where they fit"
     )
     return shown
 
@@ -234,6 +241,8 @@ def main() -> None:
     add("--backward-ms", type=float, help="(default twice a forward)")
     copies = "of all that a micro-batch saves, one way (default half a forward, one, and two)"
     add("--copy-ms", type=float, nargs="+", help=copies)
+    partners = "of a message to the partner with all that a micro-batch saves (default: stages send none)"
+    add("--partner-ms", type=float, default=0.0, help=partners)
     arguments = benchmark.parser.parse_args()
     forward_ms = arguments.forward_ms
     setting = Setting(
@@ -244,6 +253,7 @@ def main() -> None:
         forward_ms,
         arguments.backward_ms or 2 * forward_ms,
         copy_ms=0.0,
+        partner_ms=arguments.partner_ms,
         layers=arguments.layers,
         storages=32,
         nbytes=2**20,

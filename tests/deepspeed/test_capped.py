@@ -105,3 +105,53 @@ def test_layers_are_recomputed_where_copies_are_slow_and_draw_the_same_random_nu
         assert [rank["losses"] for rank in found] == [rank["losses"] for rank in stock]
         assert _weights(found) == _weights(stock)
     assert max(rank["peak_bytes"] for rank in ours) <= 1.02 * 0.5 * peak
+
+
+def test_stages_send_to_their_partners_where_copies_are_slow_and_nothing_can_be_recomputed(tmp_path: Path) -> None:
+    """Of four micro-batches the first of four stages holds three, and what stays of the others."""
+    case = {**_CASE, "slow_host": True, "recomputes": False, "measure": True}
+    own = {**_UNEVEN, "bpipe": True, "swap": "auto"}
+    (stock, whole, roomy), said = run_cases(
+        "train_tiny.py",
+        [
+            {**case, "config": {}, "measure": False, "slow_host": False, "recomputes": True},
+            {**case, "config": {"evenpipe": _UNEVEN}, "slow_host": False, "recomputes": True},
+            {**case, "config": {"evenpipe": {**own, "memory_gib": _ENOUGH_GIB}}},
+        ],
+        tmp_path,
+    )
+    [rooms] = re.findall(r"for all fits; .* MiB by stage: ([\d. ]+)", said)
+    peak = max(rank["peak_bytes"] for rank in whole)
+    gib = _ENOUGH_GIB - (min(map(float, rooms.split())) * _MIB - 0.85 * peak) / _GIB
+    [ours], said = run_cases("train_tiny.py", [{**case, "config": {"evenpipe": {**own, "memory_gib": gib}}}], tmp_path)
+    assert "; stages that move micro-batches to and from their partners: 0, 3" in said
+    for found in (ours, roomy):
+        assert [rank["losses"] for rank in found] == [rank["losses"] for rank in stock]
+        assert _weights(found) == _weights(stock)
+    assert [rank["evicted_bytes"] > 0 for rank in ours] == [rank["stage"] == 0 for rank in ours]
+    assert max(rank["peak_bytes"] for rank in ours) <= 1.02 * 0.85 * peak
+
+
+@pytest.mark.parametrize("cap", [0.55, pytest.param(0.75, marks=pytest.mark.long)])
+def test_layers_of_experts_stay_under_a_cap(cap: float, tmp_path: Path) -> None:
+    """Of what the first of two stages holds, whose routers send each micro-batch's tokens where they like."""
+    case = {"config": {}, "steps": 3, "layers": 6}
+    swaps = {"schedule": "1f1b", "swap": "auto"}
+
+    def trained(*sections: dict[str, Any] | None) -> tuple[list[dict[str, Any]], str]:
+        ranks, said = run_cases("train_experts.py", [{**case, "sections": sections}], tmp_path)
+        runs = zip(*(rank["runs"] for rank in ranks[0]), strict=True)
+        return [{name: [one[name] for one in of_ranks] for name in of_ranks[0]} for of_ranks in runs], said
+
+    (stock, roomy), said = trained(None, {**swaps, "memory_gib": _ENOUGH_GIB})
+    [rooms] = re.findall(r"for all fits; .* MiB by stage: ([\d. ]+)", said)
+    peak = max(roomy["peak_bytes"])
+    gib = _ENOUGH_GIB - (min(map(float, rooms.split())) * _MIB - cap * peak) / _GIB
+    [ours], said = trained({**swaps, "memory_gib": gib})
+    assert "swaps of each micro-batch by stage" in said
+    for found in (roomy, ours):
+        assert (found["losses"], found["weights"]) == (stock["losses"], stock["weights"])
+    [rooms] = re.findall(r"room for all of them, MiB: ([\d. ]+)", said)
+    by_stage = [float(room) * _MIB for room in rooms.split() for _ in range(2)]  # two replicas of each
+    assert min(by_stage) == pytest.approx(cap * peak, rel=0.05)  # MiB have two digits
+    assert all(held <= 1.02 * room + 0.005 * _MIB for held, room in zip(ours["peak_bytes"], by_stage, strict=True))

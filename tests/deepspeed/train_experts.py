@@ -2,7 +2,8 @@
 
 A case is {"config": {..}, "steps", "folder" (where a checkpoint goes, from which a second engine goes on), "broken" (a
 batch in which one expert of one replica has an infinite gradient), "fused", "ep_size", "model_parallel" (experts are
-dealt out among two ranks that have the same tokens), "stages" and "only_first" (the last stage has no experts)}.
+dealt out among two ranks that have the same tokens), "stages" and "only_first" (the last stage has no experts),
+"layers" (of experts), and "sections" (under each of which, or none, it trains as it is)}.
 """
 
 from __future__ import annotations
@@ -65,12 +66,13 @@ def with_routers(output: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
 def _net(given: dict[str, Any]) -> PipelineModule:
     ep_size = given.get("ep_size", 2)
     second = LayerSpec(Beside) if "only_first" in given else LayerSpec(Experts, ep_size)
+    more = [LayerSpec(Experts, ep_size) for _ in range(given.get("layers", 2) - 2)]
     laid: dict[str, Any] = {"num_stages": given.get("stages", 2)}
     if "model_parallel" in given:  # two processes of each replica, which compute the same
         comm.all_gather_into_tensor = _flat  # tokens of the two, in a flat buffer
         laid = {"topology": PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=dist.get_world_size() // 4)}
     net = PipelineModule(
-        [LayerSpec(Embedding), LayerSpec(Experts, ep_size), second, LayerSpec(Last)],
+        [LayerSpec(Embedding), LayerSpec(Experts, ep_size), *more, second, LayerSpec(Last)],
         **laid,
         loss_fn=with_routers,
         seed_layers=True,
@@ -111,7 +113,20 @@ def engine_of(given: dict[str, Any], section: dict[str, Any] | None) -> tuple[An
 def train(given: dict[str, Any]) -> dict[str, Any]:
     if "only_first" in given:
         return {"refused": _refused(given)}
+    if "sections" in given:
+        return {"runs": [_under(given, section) for section in given["sections"]]}
     return {"two_bw": _two_bw(given), "by_hand": _by_hand(given)}
+
+
+def _under(given: dict[str, Any], section: dict[str, Any] | None) -> dict[str, Any]:
+    """Train under a section; without one, by DeepSpeed's own engine."""
+    engine, data = engine_of(given, section)
+    losses = [float(engine.train_batch(data_iter=data)).hex() for _ in range(given["steps"])]
+    found = {"losses": losses, "weights": {name: digest(one) for name, one in engine.module.named_parameters()}}
+    if section is not None:
+        found["peak_bytes"] = engine.executor.counter.peak_bytes
+    engine.destroy()
+    return found
 
 
 def _two_bw(given: dict[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Case(NamedTuple):
     evaluate: bool = False
     measure: bool = False
     slow_host: bool = False  # copies to the host count as slow
+    recomputes: bool = True  # layers, under a cap
     save: str = ""  # a checkpoint in the end, to this folder
     load: str = ""
     decay: str = ""  # of matrices only: the groups of parameters are a list, an optimizer's or a function's
@@ -227,6 +228,8 @@ def train(case: Case) -> dict[str, Any]:
         engine.executor.measure = True
     if case.slow_host:
         engine.executor.swaps.link.ms_a_byte = lambda: 1.0
+    if not case.recomputes:
+        engine._able = list
     if case.load:
         engine.load_checkpoint(case.load)
     losses = []

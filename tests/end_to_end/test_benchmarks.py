@@ -70,6 +70,19 @@ def test_swaps_under_caps():
         assert entry["predicted_ms"] <= 1.03 * min(entry["others_ms"].values())
 
 
+def test_moves_to_partners_under_caps():
+    """Where copies to the host take four forwards, and messages to the partner a quarter of one."""
+    shown = document(
+        *("capped.py", "--micro-batches", "8", "--repeats", "2", "--forward-ms", "20", "--caps", "0.76"),
+        *("--copy-ms", "80", "--partner-ms", "5"),
+    )
+    [entry] = shown["results"]
+    assert [way["bound"] for way in entry["ways"]] == [3, 0, 0, 3]
+    assert entry["peak"] <= 1.02 * entry["cap"]
+    assert min(entry["batches_ms"]) > 0.97 * entry["predicted_ms"]
+    assert entry["predicted_ms"] <= 1.03 * min(entry["others_ms"].values())
+
+
 def test_figures_of_bpipe(tmp_path):
     picture = tmp_path / "figure.png"
     shown = document("figures_bpipe.py", "--micro-batches", "32", "64", "--picture", str(picture))

@@ -119,6 +119,8 @@ SWAPPED = ("measured", "swap 0.5", "swap 0.8", "swap 0.8 bpipe", "swap 0.8 zb-h1
 CAPS = ("cap 0.9", "cap 0.75", "cap 0.6", "cap 0.45")
 #: The same, where copies to the host count as slow.
 RECOMPUTED = "cap 0.5 recomputed"
+#: The same, where stages may send to partners.
+PARTNERS = "cap 0.85 partners"
 BALANCED = ("megatron", "bpipe")
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 PARTS = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], "add_bias_linear": False}
@@ -151,6 +153,7 @@ CASES = {
     "caps, from one micro-batch on": Case(
         calls=(Call(micro_batches=1), Call(), Call()), engines=("megatron", "measured", "cap 0.6")
     ),
+    "caps, partners": Case(config=PARTS, engines=("megatron", "measured", PARTNERS)),
     "caps, uneven layout": Case(
         config={"num_layers": 8, "pipeline_model_parallel_layout": "Et|ttttt|tt|L"},
         engines=("megatron", "measured", *CAPS, RECOMPUTED),
@@ -356,10 +359,11 @@ def schedule_of(engine: str, peak: int = 0, room: int = 0) -> PipelineSchedule:
         def set_speed(schedule: PipelineSchedule) -> None:
             assert schedule.executor is not None
             assert schedule.executor.swaps is not None
-            schedule.executor.swaps.link.ms_a_byte = lambda: float(engine == RECOMPUTED)  # type: ignore[method-assign]
+            slow = float(engine in (RECOMPUTED, PARTNERS))
+            schedule.executor.swaps.link.ms_a_byte = lambda: slow  # type: ignore[method-assign]
 
         tuning = Tuning(int(float(engine.split()[1]) * peak) + room, int)
-        return CappedSchedule(tuning, measure=True, connected=set_speed)
+        return CappedSchedule(tuning, measure=True, connected=set_speed, bpipe=engine == PARTNERS)
 
     if engine == "auto":
         from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
@@ -496,7 +500,8 @@ def carry_out(case: Case, schedule: PipelineSchedule | None = None) -> dict[str,
         schedule.close()
     queues = None if executor is None else executor.connections.queues
     found = {"calls": calls, "weights": pipeline.weights(), "timers": pipeline.timers()}
-    found["layers"] = getattr(getattr(schedule, "loop", None), "_layers", 0)  # recomputed in the last batch
+    way = getattr(getattr(schedule, "loop", None), "_way", None)  # of the last batch
+    found["layers"] = 0 if way is None else way.layers
     return {**found, "evicted": counted.get("evicted_bytes", 0), "counted": counted, "queues": queues, "left": left}
 
 

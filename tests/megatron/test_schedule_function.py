@@ -13,7 +13,19 @@ import torch
 pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from schedule_function_cases import BOUND, CAPS, CASES, LONG, RECOMPUTED, SPLIT, STRAIGHT, SWAPPING, TABLE, WORLD
+from schedule_function_cases import (
+    BOUND,
+    CAPS,
+    CASES,
+    LONG,
+    PARTNERS,
+    RECOMPUTED,
+    SPLIT,
+    STRAIGHT,
+    SWAPPING,
+    TABLE,
+    WORLD,
+)
 from tiny_pipeline import TIMED, WAITS
 
 from evenpipe.megatron.supported import installed_release
@@ -168,13 +180,16 @@ def test_swaps_fit_the_worst_stage_under_a_cap(ranks: list[dict[str, Any]], name
 
 @pytest.mark.parametrize(
     "name",
-    ["swaps", "swaps of experts", "caps, from one micro-batch on", "caps, uneven layout", "interleaved, swaps"],
+    [
+        *("swaps", "swaps of experts", "caps, from one micro-batch on", "caps, partners", "caps, uneven layout"),
+        "interleaved, swaps",
+    ],
 )
 def test_all_stages_fit_under_a_cap(ranks: list[dict[str, Any]], name: str) -> None:
     def worst(engine: str) -> int:
         return max(rank["cases"][name][engine]["counted"]["peak_bytes"] for rank in ranks)
 
-    for engine in {*CAPS, RECOMPUTED} & ranks[0]["cases"][name].keys():
+    for engine in {*CAPS, RECOMPUTED, PARTNERS} & ranks[0]["cases"][name].keys():
         assert worst(engine) <= 1.02 * float(engine.split()[1]) * worst("measured"), engine
 
 
@@ -183,6 +198,12 @@ def test_layers_are_recomputed_under_a_cap_where_copies_are_slow(ranks: list[dic
     found = [rank["cases"][name] for rank in ranks]
     assert max(cases[RECOMPUTED]["layers"] for cases in found) > 0
     assert not any(cases["cap 0.6"]["layers"] for cases in found)  # whose copies take no time
+
+
+@pytest.mark.parametrize("name", ["caps, partners"])
+def test_stages_send_to_partners_under_a_cap_where_copies_are_slow(ranks: list[dict[str, Any]], name: str) -> None:
+    counted = [rank["cases"][name][PARTNERS]["counted"] for rank in ranks]
+    assert [one["evicted_bytes"] > 0 for one in counted] == [True, False, False, False]
 
 
 def test_loads_that_differ_in_size_start_when_their_room_is_free(ranks: list[dict[str, Any]]) -> None:

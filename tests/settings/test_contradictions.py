@@ -101,11 +101,11 @@ CASES = [
         "is faster: give swap a share of 1, or leave it out",
     ),
     (
-        {"bpipe": True, "swap": "auto"},
-        "--evenpipe-swap auto: it brings each stage under --memory-gib by itself, and does not count what a partner "
-        "has it keep: give --evenpipe-swap a share, or leave --bpipe out",
-        'evenpipe.swap: "auto": it brings each stage under memory_gib by itself, and does not count what a partner '
-        "has it keep: give swap a share, or leave bpipe out",
+        {"schedule": f"file:{TABLE}", "bpipe": True, "swap": "auto"},
+        "--evenpipe-swap auto: it finds what stages send to partners by itself, and a table is run as it is: give "
+        "--evenpipe-swap a share, or leave --bpipe out",
+        'evenpipe.swap: "auto": it finds what stages send to partners by itself, and a table is run as it is: give '
+        "swap a share, or leave bpipe out",
     ),
     (
         {"schedule": "2bw", "swap": 0.5},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from evenpipe.schedule import GAINING, Link, Programs, Size, build, partner, swapping_at
 from evenpipe.schedule.swap_room import Saved, SwapRoom
 from evenpipe.simulate import Costs, Wire, simulate
-from evenpipe.simulate.under_cap import CappedStage, Layer, Way, planned, ways_of
+from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of, planned, ways_of
 
 CAPS = [cap / 20 for cap in range(19, 7, -2)]  # of what the worst stage of 1F1B holds: 0.95 to 0.45
 
@@ -125,6 +126,40 @@ def test_few_recomputed_layers_beside_swaps_are_faster_than_either() -> None:
     assert list(singles) == ["full recomputation"]
     assert plan.batch_ms < 0.95 * singles["full recomputation"]
     assert any(way.layers and way.share for way in plan.ways) or any(0 < way.layers < 4 for way in plan.ways)
+
+
+def test_one_pair_sends_to_its_partner_beside_stages_that_swap_and_recompute() -> None:
+    """What leaves a stage is what its links and its partner have room for: a mix that no single policy has."""
+    model = Model((6, 5, 3, 2), copy_ms=40, sent_ms=4)
+    stages = [model.stage(number, 0.6 * 4 * 600) for number in range(4)]
+    plan = planned(Programs("1f1b"), model.size, stages)
+    assert plan is not None
+    first, second, third, last = plan.ways
+    assert first.bound == last.bound == 3
+    assert first.layers > 0
+    assert (second.bound, second.level) == (0, GAINING)
+    assert third == Way("none", 0.0, 0)
+    alone = [replace(stage, partner_ms_a_byte=None) for stage in stages]
+    without = planned(Programs("1f1b"), model.size, alone)
+    assert without is not None
+    assert plan.batch_ms < without.batch_ms
+    assert list(single_policies(model, 0.6 * 4 * 600)) == ["full recomputation"]
+    again = [stage.recomputing(way.layers) for stage, way in zip(stages, plan.ways, strict=True)]
+    held = simulate(
+        plan.program, costs_of(stages, plan.ways), [[round(stage.saved[0].nbytes)] for stage in again]
+    ).stages
+    for number in (0, 3):
+        assert held[number].peak_bytes <= again[number].limit_bytes
+
+
+def test_what_cannot_leave_counts_beside_what_is_sent() -> None:
+    """With a tenth that stays, a stage that has sent one of four micro-batches holds more than three."""
+    for staying, sends in ((0.0, True), (0.1, False)):
+        model = Model((4,) * 4, copy_ms=1000, sent_ms=1, staying=staying)
+        stages = [replace(model.stage(number, 1200.0), layers=[[]]) for number in range(4)]
+        plan = planned(Programs("1f1b"), model.size, stages)
+        assert plan is not None
+        assert plan.bpipe == sends
 
 
 def test_layers_that_are_kept_make_room_for_the_one_that_is_recomputed() -> None:

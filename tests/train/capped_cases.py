@@ -29,6 +29,8 @@ STAGES, MICRO_BATCHES, ROWS, WIDTH = 4, 8, 64, 32
 SCHEDULES = {"1f1b": (1, (0.9, 0.6, 0.45), 0.01), "interleaved": (2, (0.9, 0.6, 0.45), 0.01), "zb-h1": (1, (), 0.9)}
 #: A model of blocks whose copies to the host count as slow.
 SLOW_HOST = "blocks"
+#: The same without layers that can be recomputed, whose stages may send to their partners.
+PARTNERS = "partners"
 #: Whose plan at a cap another run goes on by.
 RESUMED = "1f1b"
 _GIB, _ENOUGH_GIB, _MIB = 2**30, 1.0, 2**20
@@ -61,15 +63,17 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 def train(schedule: str, gib: float | None, said: list[str], state: dict[str, Any] | None = None) -> dict[str, Any]:
     """Three batches, by the plan of a `state` if it is given: losses and weights, and what each held and swapped."""
-    slow = schedule == SLOW_HOST
+    slow, sends = schedule in (SLOW_HOST, PARTNERS), schedule == PARTNERS
     name, chunks = ("1f1b", 1) if slow else (schedule, SCHEDULES[schedule][0])
-    program = build(name, Size(STAGES, MICRO_BATCHES, chunks))
+    program = build(name, Size(STAGES, MICRO_BATCHES, chunks), bpipe=sends and gib is not None)
     pipeline = ModulePipeline(
         blocks if slow else part, program, nn.functional.mse_loss, torch.empty(ROWS, WIDTH), measure=True
     )
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
     capped.print_once = said.append  # what rank 0 prints
     tuning = None if gib is None else SwapTuning(pipeline, optimizer, memory_gib=gib, state=state)
+    if tuning is not None and sends:
+        tuning._able = [[]]
     if pipeline.executor.swaps is not None:
         pipeline.executor.swaps.link.ms_a_byte = lambda: float(slow)  # type: ignore[method-assign]
     torch.manual_seed(0)
@@ -81,11 +85,13 @@ def train(schedule: str, gib: float | None, said: list[str], state: dict[str, An
         optimizer.step()
         optimizer.zero_grad()
         counted.append((counter.peak_bytes, counter.swapped_bytes))
+    evicted = counter.evicted_bytes
     pinned = 0 if pipeline.executor.swaps is None else pipeline.executor.swaps.link.memory.nbytes
     weights = [one.detach().sum().item().hex() for one in pipeline.parameters()]
     pipeline.close()
     kept = None if tuning is None else json.loads(json.dumps(tuning.state_dict()))
-    return {"losses": losses, "weights": weights, "counted": counted, "pinned": pinned, "state": kept}
+    found = {"losses": losses, "weights": weights, "counted": counted, "pinned": pinned}
+    return {**found, "state": kept, "evicted": evicted}
 
 
 def run(rank: int, folder: Path) -> dict[str, Any]:
@@ -109,13 +115,14 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
             lines = found["resumed said"] = []
             found["resumed"] = train(schedule, (used + 0.6 * peak.item()) / _GIB, lines, caps["0.6"]["state"])
             found["changed"] = train(schedule, (used + 0.45 * peak.item()) / _GIB, lines, caps["0.6"]["state"])
-    said = []
-    whole, enough = train(SLOW_HOST, None, said), train(SLOW_HOST, _ENOUGH_GIB, said)
-    used = _ENOUGH_GIB * _GIB - min(map(float, said.pop().split(": ")[-1].split())) * _MIB
-    peak = torch.tensor(whole["counted"][-1][0], dtype=torch.float64)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    capped = train(SLOW_HOST, (used + 0.45 * peak.item()) / _GIB, said)
-    found[SLOW_HOST] = {"": whole, "enough": enough, "0.45": capped, "peak": peak.item(), "said": said}
+    for name, cap in ((SLOW_HOST, 0.45), (PARTNERS, 0.85)):
+        said = []
+        whole, enough = train(name, None, said), train(name, _ENOUGH_GIB, said)
+        used = _ENOUGH_GIB * _GIB - min(map(float, said.pop().split(": ")[-1].split())) * _MIB
+        peak = torch.tensor(whole["counted"][-1][0], dtype=torch.float64)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        capped = train(name, (used + cap * peak.item()) / _GIB, said)
+        found[name] = {"": whole, "enough": enough, str(cap): capped, "peak": peak.item(), "said": said}
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from capped_cases import RESUMED, SCHEDULES, SLOW_HOST, STAGES
+from capped_cases import PARTNERS, RESUMED, SCHEDULES, SLOW_HOST, STAGES
 
 from tests.reports import reports
 
@@ -36,7 +36,7 @@ def test_stages_stay_under_a_cap_and_train_to_the_same_bits(ranks: list[dict[str
                 assert (swapped > 0) == (plain["counted"][-1][0] > cap * peak)
 
 
-def test_a_plan_that_was_saved_is_gone_by_from_the_first_batch_on_under_the_same_cap(ranks: list[dict[str, Any]]) -> None:
+def test_a_plan_that_was_saved_counts_from_the_first_batch_on_under_the_same_cap(ranks: list[dict[str, Any]]) -> None:
     lines = ranks[0]["resumed said"]
     assert lines[0] == "swap auto: trains by the plan that was saved"
     assert lines[1] == "swap auto: what was saved is of another cap or schedule: measures again"
@@ -59,6 +59,22 @@ def test_layers_are_recomputed_where_copies_are_slow(ranks: list[dict[str, Any]]
         for capped in ("enough", "0.45"):
             assert (found[capped]["losses"], found[capped]["weights"]) == (found[""]["losses"], found[""]["weights"])
         assert max(held for held, _ in found["0.45"]["counted"][1:]) <= 1.02 * 0.45 * found["peak"]
+
+
+def test_stages_send_to_their_partners_where_copies_are_slow_and_nothing_can_be_recomputed(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """Of four micro-batches the first of four stages holds three, and what stays of the others."""
+    [line] = {line for rank in ranks for line in rank[PARTNERS]["said"]}
+    assert re.search(r"swaps of each micro-batch by stage: 0% 0% 0% 0%;", line)
+    assert "; stages that move micro-batches to and from their partners: 0, 3;" in line
+    for stage, rank in enumerate(ranks):
+        found = rank[PARTNERS]
+        for capped in ("enough", "0.85"):
+            assert (found[capped]["losses"], found[capped]["weights"]) == (found[""]["losses"], found[""]["weights"])
+        assert (found["0.85"]["evicted"] > 0) == (stage == 0)
+        assert found["enough"]["evicted"] == 0
+        assert max(held for held, _ in found["0.85"]["counted"][1:]) <= 1.02 * 0.85 * found["peak"]
 
 
 def test_what_the_first_batch_pinned_is_given_back(ranks: list[dict[str, Any]]) -> None:

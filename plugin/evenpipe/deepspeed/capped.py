@@ -12,7 +12,7 @@ from evenpipe.deepspeed.measuring import MeasuringEngine
 from evenpipe.deepspeed.section import NAME
 from evenpipe.runtime.host_swaps import HostLimit
 from evenpipe.runtime.recomputed_layers import recomputing_layers, stateless
-from evenpipe.schedule import Program, ScheduleError, Size
+from evenpipe.schedule import Program, Programs, ScheduleError, Size
 from evenpipe.tuner.swapping import SwapLoop
 from evenpipe.upstream.ending import end_job
 
@@ -22,7 +22,8 @@ __all__ = ["CappedEngine"]
 class CappedEngine(MeasuringEngine):
     """The engine of a section whose `swap` is "auto": each stage swaps and recomputes what keeps it under `memory_gib`.
 
-    As `SwapLoop` has it. A checkpoint has the plan, and the settings that it was made for.
+    As `SwapLoop` has it; with `bpipe`, stages may send micro-batches to their partners too. A checkpoint has the plan,
+    and the settings that it was made for.
     """
 
     _state_name: ClassVar[str] = "evenpipe_capped"
@@ -40,13 +41,14 @@ class CappedEngine(MeasuringEngine):
 
     def _prepare(self) -> Any:
         self.loop = SwapLoop(_say)
+        self._programs = Programs(self._programs.spec)  # which move nothing, also with `bpipe`: the loop says what does
         return super()._prepare()
 
     def _swap(self) -> HostLimit:
         return self.loop.limit
 
     def _program(self, size: Size) -> Program:
-        return self.loop.programs(self._programs, size)(size)
+        return self.loop.program(self._programs, size)
 
     def _train(self, micro_batches: int) -> None:
         able, loop, size = self._able(), self.loop, self._size(micro_batches)
@@ -86,7 +88,7 @@ class CappedEngine(MeasuringEngine):
 
     @property
     def _settings(self) -> dict[str, Any]:
-        ordered = {"schedule": self._programs.spec.name, "group_size": self.group_size}
+        ordered = {"schedule": self._programs.spec.name, "group_size": self.group_size, "partners": self.evenpipe.bpipe}
         return super()._settings | ordered
 
 

@@ -21,9 +21,10 @@ __all__ = ["CappedSchedule"]
 class CappedSchedule(PipelineSchedule):
     """A `PipelineSchedule` whose stages swap and recompute as `SwapLoop` has it: nothing where all fits.
 
-    Layers are recomputed by Megatron itself, as `--recompute-method block` has it, unless `obstacle` rules that out. A
-    call raises ScheduleError, on all ranks, where nothing keeps a stage under the cap. `tuning` may be replaced
-    before the first batch: its limit, static bytes and log count. `iteration` does not matter.
+    With `bpipe`, stages may send micro-batches to their partners too. Layers are recomputed by Megatron itself, as
+    `--recompute-method block` has it, unless `obstacle` rules that out. A call raises ScheduleError, on all ranks,
+    where nothing keeps a stage under the cap. `tuning` may be replaced before the first batch: its limit, static bytes
+    and log count. `iteration` does not matter.
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class CappedSchedule(PipelineSchedule):
         measure: bool = False,
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
         group_size: int = 1,
+        bpipe: bool = False,
     ) -> None:
         self.loop = SwapLoop(tuning.log)
         super().__init__(schedule, False, observer, measure, connected, group_size, swap=self.loop.limit)
+        self.bpipe = bpipe  # and yet `programs` move nothing: the loop says what does
         self.tuning = tuning
         self.iteration = 0
 
@@ -52,9 +55,9 @@ class CappedSchedule(PipelineSchedule):
         self.loop.load_state_dict(state)
 
     def program(self, stages: int, micro_batches: int, chunks: int, settings: Any) -> Program:
-        """Return the program of the next batch of so many micro-batches, with its swaps."""
+        """Return the program of the next batch of so many micro-batches, with its swaps and moves."""
         size = Size(stages, micro_batches, chunks, group_size(settings, self.group_size))
-        return self.loop.programs(self.programs, size)(size)
+        return self.loop.program(self.programs, size)
 
     def _train(self, **arguments: Any) -> list[Any]:
         call = self._call(**arguments)

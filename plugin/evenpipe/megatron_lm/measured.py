@@ -214,8 +214,10 @@ def training_for(
         from evenpipe.megatron.capped import CappedSchedule
 
         tuning = Tuning(0, int, log=lambda line: say_on_last_rank(f"{_CAPPED.asked}: {line}"))
-        capped = CappedSchedule(tuning, config.spec, observer, connected=connected, group_size=config.group_size)
-        ordered = {"schedule": config.spec.name, "group_size": config.group_size}
+        capped = CappedSchedule(
+            tuning, config.spec, observer, connected=connected, group_size=config.group_size, bpipe=config.bpipe
+        )
+        ordered = {"schedule": config.spec.name, "group_size": config.group_size, "partners": config.bpipe}
         saved = _CAPPED._replace(more=lambda args: _settings(args) | ordered)
         return MeasuredTraining(config, args, saved, capped)
     if config.schedule == AUTO:

@@ -171,9 +171,10 @@ class Flow:
             self.resources.counter.note_saved(store.nbytes(unit))
         if self.swaps is not None:
             self.swaps.seal(unit)
-        elif self.limit is not None:
+            return outputs
+        if self.limit is not None:
             self.limit.leaving(unit, store.nbytes(unit), free_to_move=None)
-        elif self.evicted(unit):
+        if self.evicted(unit):
             store.seal(unit, like=unit.chunk)
         return outputs
 

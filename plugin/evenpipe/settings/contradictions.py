@@ -151,8 +151,8 @@ CONTRADICTIONS: Final = (
     ),
     Contradiction(
         "swap",
-        lambda config: config.swap == "auto" and config.bpipe,
-        "it brings each stage under {memory_gib} by itself, and does not count what a partner has it keep",
+        lambda config: config.swap == "auto" and config.bpipe and config.spec.table is not None,
+        "it finds what stages send to partners by itself, and a table is run as it is",
         "give {swap} a share, or leave {bpipe} out",
     ),
     Contradiction(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, NamedTuple, TypeAlias
 
+from evenpipe.order_search.costs import Part, held_on
 from evenpipe.schedule import (
     LEVELS,
     Action,
@@ -17,16 +19,21 @@ from evenpipe.schedule import (
     Link,
     Program,
     Programs,
+    Schedule,
     ScheduleError,
     Size,
+    balance,
+    loop,
     partner,
     swapping_at,
+    verify,
+    with_swaps,
 )
 from evenpipe.schedule.swap_room import Saved, SwapRoom
 from evenpipe.simulate.costs import Costs, Wire
 from evenpipe.simulate.simulator import simulate
 
-__all__ = ["CappedStage", "Layer", "Plan", "Way", "costs_of", "planned", "ways_of"]
+__all__ = ["CappedStage", "Layer", "Plan", "Way", "costs_of", "planned", "program_of", "ways_of"]
 
 #: Micro-batches for each stage by which ways are compared, and seconds in which one stage after another is changed.
 _COMPARED: Final = 4
@@ -42,14 +49,22 @@ class Layer(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A stage's part of a plan: the level and share of its swaps, and how many layers it recomputes."""
+    """A stage's part of a plan: the level and share of its swaps, and how many layers it recomputes.
+
+    bound: where it and its partner move micro-batches as under BPipe, the most that it holds, its partner's too; else
+    0. Such a stage swaps nothing.
+    """
 
     level: Level
     share: float
     layers: int
+    bound: int = 0
 
 
+_NOTHING: Final = Way("none", 0.0, 0)
 _Ways: TypeAlias = tuple[Way, ...]
+#: What some stages do, by stage.
+_Move: TypeAlias = Mapping[int, Way]
 
 
 @dataclass(frozen=True)
@@ -102,12 +117,26 @@ class CappedStage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Each stage's way, whether stages send to partners, and the milliseconds of a batch by simulation."""
+    """Each stage's way, and the milliseconds of a batch by simulation."""
 
     ways: _Ways
     batch_ms: float
     program: Program
-    bpipe: bool = False
+
+    @property
+    def bpipe(self) -> bool:
+        """Return whether stages send to partners."""
+        return any(way.bound for way in self.ways)
+
+
+def program_of(plain: Programs, size: Size, ways: _Ways) -> Program:
+    """Return the verified program of stages that go these ways. Raises ScheduleError for a bound that cannot be."""
+    levels = LevelsOfStages(tuple(way.level for way in ways))
+    if not any(way.bound for way in ways):
+        return plain.swapping(levels)(size)
+    schedule = plain(size).schedule
+    bounds = [way.bound or own for way, own in zip(ways, schedule.peak_live, strict=True)]
+    return verify(with_swaps(balance(schedule, bounds, plain.queues), levels), True, plain.queues)
 
 
 def ways_of(row: tuple[Action, ...], stage: CappedStage) -> list[Way]:
@@ -140,7 +169,7 @@ def costs_of(stages: Sequence[CappedStage], ways: _Ways) -> Costs:
         links |= {Link("swap out", number, number): copied, Link("swap in", number, number): copied}
         other = partner(number, len(stages))
         if stage.partner_ms_a_byte is not None and other > number:
-            sent = Wire(transmit_ms=max(one.nbytes for one in again.saved.values()) * stage.partner_ms_a_byte)
+            sent = Wire(transmit_ms=again.leaving_bytes(1.0) * stage.partner_ms_a_byte)
             links |= {Link("evict", number, other): sent, Link("load", other, number): sent}
     each_ms = [[sum(part[at] for part in row) for row in parts] for at in range(3)]
     backward_ms = (inputs + weights for inputs, weights in zip(each_ms[1], each_ms[2], strict=True))
@@ -159,20 +188,24 @@ def planned(plain: Programs, size: Size, stages: Sequence[CappedStage]) -> Plan 
 
     plain: without swaps and BPipe. By simulation the plan is no slower than swaps alone, recomputation alone and, where
     stages can send to partners, BPipe, wherever these keep to the cap: each of them, with the least that does, is one
-    of the plans that are compared. From the fastest one on, the way of one stage after another is changed.
+    of the plans that are compared. From the fastest one on, the way of one stage, or of a pair, after another is
+    changed.
     """
     own = Programs(plain.spec, queues=plain.queues)  # of many levels, none of which is kept
-    ways = [ways_of(row, stage) for row, stage in zip(own(size).schedule.actions, stages, strict=True)]
-    plans = list[Plan]()
-    if all(ways):
-        fewer = _COMPARED * size.stages
-        few = size if size.group_size > 1 or size.micro_batches <= fewer else size._replace(micro_batches=fewer)
-        compared = _Compared(own, few, stages)
-        beginnings = set(_beginnings(ways, stages))
-        beginnings.add(compared.changed(min(beginnings, key=compared), ways))
-        whole = _Compared(own, size, stages)
-        plans += [Plan(each, whole(each)[0], whole.program(each)) for each in sorted(beginnings)]
-    plans += _partners_plans(plain, size, stages)
+    alone = [ways_of(row, stage) for row, stage in zip(own(size).schedule.actions, stages, strict=True)]
+    fewer = _COMPARED * size.stages
+    few = size if size.group_size > 1 or size.micro_batches <= fewer else size._replace(micro_batches=fewer)
+    steady = own(few).schedule.peak_live == own(size).schedule.peak_live
+    pairs = [*_pairs_ways(own(few).schedule, plain, stages)] if steady else []
+    beginnings = {*_beginnings(alone, pairs, stages)}
+    if not beginnings:
+        return None
+    compared = _Compared(own, few, stages)
+    each_alone = ({stage: way} for stage, ways in enumerate(alone) for way in ways)
+    beginnings.add(compared.changed(min(beginnings, key=compared), [*each_alone, *pairs], alone))
+    whole = _Compared(own, size, stages)
+    able = [ways for ways in sorted(beginnings) if math.isfinite(whole(ways)[0])]
+    plans = (Plan(ways, whole(ways)[0], whole.program(ways)) for ways in able)
     return min(plans, key=lambda plan: plan.batch_ms, default=None)
 
 
@@ -185,37 +218,71 @@ class _Compared:
 
     def __call__(self, ways: _Ways) -> tuple[float, float]:
         if ways not in self._known:
-            batch_ms = simulate(self.program(ways), costs_of(self._stages, ways)).makespan_ms
+            try:
+                batch_ms = simulate(self.program(ways), costs_of(self._stages, ways)).makespan_ms
+            except ScheduleError:  # bounds that moves between partners cannot keep
+                self._known[ways] = math.inf, math.inf
+                return self._known[ways]
             extra_ms = sum(_extra_ms(stage, way) for stage, way in zip(self._stages, ways, strict=True))
             self._known[ways] = round(batch_ms / _LEAST_GAIN_MS) * _LEAST_GAIN_MS, extra_ms
         return self._known[ways]
 
     def program(self, ways: _Ways) -> Program:
         """Return the verified program of these ways."""
-        return self._programs.swapping(LevelsOfStages(tuple(way.level for way in ways)))(self._size)
+        return program_of(self._programs, self._size, ways)
 
-    def changed(self, ways: _Ways, able: Sequence[Sequence[Way]]) -> _Ways:
-        """Return faster ones: each stage in turn goes another way, as long as one is found that is faster."""
+    def changed(self, ways: _Ways, moves: Sequence[_Move], alone: Sequence[Sequence[Way]]) -> _Ways:
+        """Return faster ones: a stage or pair in turn goes another way, as long as one is found that is faster."""
         until, found, improved = time.monotonic() + _SECONDS, ways, True
         while improved:
             improved = False
-            for stage, of_stage in enumerate(able):
-                for way in of_stage:
-                    other = (*found[:stage], way, *found[stage + 1 :])
-                    if time.monotonic() > until:
-                        return found
-                    if self(other) < self(found):
-                        found, improved = other, True
+            for move in moves:
+                if time.monotonic() > until:
+                    return found
+                other = _moved(found, move, alone, self._stages)
+                if other is not None and self(other) < self(found):
+                    found, improved = other, True
         return found
 
 
-def _beginnings(ways: Sequence[Sequence[Way]], stages: Sequence[CappedStage]) -> Iterator[_Ways]:
-    """Yield swaps with as few layers as can be, recomputation with as few swaps, and what costs each stage least."""
-    yield tuple(min(of_stage, key=lambda way: (way.layers, LEVELS.index(way.level))) for of_stage in ways)
-    yield tuple(min(of_stage, key=lambda way: (LEVELS.index(way.level), way.layers)) for of_stage in ways)
-    yield tuple(
-        min(of_stage, key=lambda way: _extra_ms(stage, way)) for of_stage, stage in zip(ways, stages, strict=True)
-    )
+def _moved(ways: _Ways, move: _Move, alone: Sequence[Sequence[Way]], stages: Sequence[CappedStage]) -> _Ways | None:
+    """Return the ways after a move; a partner that is left goes its cheapest way alone: None where it has none."""
+    after = {**dict(enumerate(ways)), **move}
+    for stage in move:
+        other = partner(stage, len(ways))
+        if other != stage and other not in move and after[other].bound:
+            if not alone[other]:
+                return None
+            after[other] = _cheapest(alone[other], stages[other])
+    return tuple(after.values())
+
+
+def _cheapest(ways: Iterable[Way], stage: CappedStage) -> Way:
+    return min(ways, key=lambda way: _extra_ms(stage, way))
+
+
+def _beginnings(
+    alone: Sequence[Sequence[Way]], pairs: Sequence[_Move], stages: Sequence[CappedStage]
+) -> Iterator[_Ways]:
+    """Yield swaps with as few layers as can be, recomputation with as few swaps, and what costs each stage least.
+
+    And, where pairs can move micro-batches, that of all that would do something else, with as few layers as can be.
+    """
+    if all(alone):
+        yield tuple(min(ways, key=lambda way: (way.layers, LEVELS.index(way.level))) for ways in alone)
+        yield tuple(min(ways, key=lambda way: (LEVELS.index(way.level), way.layers)) for ways in alone)
+        yield tuple(_cheapest(ways, stage) for ways, stage in zip(alone, stages, strict=True))
+    ways = {
+        number: min(ways, key=lambda way: (LEVELS.index(way.level), way.layers))
+        for number, ways in enumerate(alone)
+        if ways
+    }
+    free = [number for number, way in ways.items() if way == _NOTHING]
+    for move in sorted(pairs, key=lambda move: -sum(way.layers for way in move.values())):  # the last one stays
+        if not all(number in free for number in move):
+            ways |= move
+    if pairs and len(ways) == len(stages):
+        yield tuple(ways[number] for number in range(len(stages)))
 
 
 def _extra_ms(stage: CappedStage, way: Way) -> float:
@@ -226,21 +293,48 @@ def _extra_ms(stage: CappedStage, way: Way) -> float:
     return sum(again.backward_ms) - sum(stage.backward_ms) + waits_ms * (way.level != "none")
 
 
-def _partners_plans(plain: Programs, size: Size, stages: Sequence[CappedStage]) -> Iterator[Plan]:
-    """Yield BPipe with the fewest layers recomputed on all stages that keeps to the caps, if stages can send so."""
-    if plain.spec.balanced is None or any(stage.partner_ms_a_byte is None for stage in stages):
+def _pairs_ways(schedule: Schedule, plain: Programs, stages: Sequence[CappedStage]) -> Iterator[_Move]:
+    """Yield what both stages of a pair do where one sends to the other, from the fewest micro-batches on.
+
+    They recompute as few layers as keep both under their caps; those that recompute as many as with fewer sent are left
+    out. Bytes are those that `held_on` proves.
+    """
+    own, count = schedule.peak_live, schedule.stages
+    if schedule.places != loop(count, schedule.chunks) or plain.spec.fused:
         return
-    with suppress(ScheduleError):
-        program = Programs(plain.spec, True, plain.queues)(size)
-        for layers in range(1 + max(stage.most_layers for stage in stages)):
-            ways = tuple(Way("none", 0.0, min(layers, stage.most_layers)) for stage in stages)
-            again = [stage.recomputing(way.layers) for stage, way in zip(stages, ways, strict=True)]
-            held = [[round(stage.saved[chunk].nbytes) for chunk in range(size.chunks)] for stage in again]
-            found = simulate(program, costs_of(stages, ways), held)
-            once = [sum(saved.once for saved in stage.saved.values()) for stage in again]
-            if all(
-                one.peak_bytes + more <= stage.limit_bytes
-                for one, more, stage in zip(found.stages, once, again, strict=True)
-            ):
-                yield Plan(ways, found.makespan_ms, program, bpipe=True)
-                return
+    for stage in range(count // 2):
+        other, seen = partner(stage, count), set[tuple[int, ...]]()
+        for sent in range(1, own[stage] - 1) if stages[stage].partner_ms_a_byte is not None else ():
+            # What comes in counts beside what it makes room for.
+            bounds = {stage: own[stage] - sent, other: own[other] + sent + 1}
+            with suppress(ScheduleError):
+                trading = balance(schedule, [bounds.get(at, own[at]) for at in range(count)], plain.queues)
+                layers: dict[int, int] = {}
+                for at in (stage, other):
+                    least = _least_layers(at, trading, stages, layers)
+                    if least is None:
+                        break
+                    layers[at] = least
+                again = tuple(layers.values())
+                if len(layers) == 2 and again not in seen:
+                    seen.add(again)
+                    yield {at: Way("none", 0.0, layers[at], bounds[at]) for at in (stage, other)}
+
+
+def _least_layers(
+    stage: int, schedule: Schedule, stages: Sequence[CappedStage], layers: Mapping[int, int]
+) -> int | None:
+    """Return how few layers of a stage have to be recomputed beside `layers` of others; None where all are too few."""
+    for least in range(stages[stage].most_layers + 1):
+        again = [one.recomputing({**layers, stage: least}.get(number, 0)) for number, one in enumerate(stages)]
+        parts = [_part(again[place.stage].saved[place.chunk]) for place in schedule.places.order]
+        once = sum(saved.once for saved in again[stage].saved.values())
+        if max(held_on(stage, schedule, parts)) + once <= again[stage].limit_bytes:
+            return least
+    return None
+
+
+def _part(saved: Saved) -> Part:
+    """Return the bytes of a part; its times do not matter."""
+    nbytes, staying = math.ceil(saved.nbytes), math.ceil(saved.staying)
+    return Part(forward_ms=0, input_gradient_ms=0, weight_gradient_ms=0, saved_bytes=nbytes, staying_bytes=staying)

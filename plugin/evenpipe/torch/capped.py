@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from evenpipe.runtime.recomputed_layers import recomputing_layers, stateless
-from evenpipe.schedule import Programs, Size, Spec, needs_of
+from evenpipe.schedule import ACCEPT, EVICT, LOAD, RETURN, Programs, Size, Spec, needs_of
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.tuned import print_once
 from evenpipe.tuner.process_memory import Room, limit_bytes
@@ -17,11 +18,15 @@ from evenpipe.tuner.swapping import SwapLoop
 
 __all__ = ["SwapTuning"]
 
+#: Of BPipe.
+_MOVES: Final = (EVICT, LOAD, ACCEPT, RETURN)
+
 
 class SwapTuning:
     """Has each stage of a pipeline keep to a cap, by swaps and recomputation: call `step` in place of the pipeline's.
 
-    As `SwapLoop` has it: the first batch is measured. Losses and gradients stay the same. What can be recomputed are
+    As `SwapLoop` has it: the first batch is measured. Where the pipeline's program is built with `bpipe`, stages may
+    send micro-batches to their partners too. Losses and gradients stay the same. What can be recomputed are
     the modules of a `nn.Sequential`, and any other part of the model as a whole; none from one on
     that changes its buffers, such as running statistics.
 
@@ -42,7 +47,6 @@ class SwapTuning:
         schedule = pipeline.program.schedule
         needs = needs_of(schedule)
         for cannot, why in (
-            (pipeline.program.pairs, "program: partners keep activations for each other, which is not counted"),
             ("stream" in needs, f"program: {schedule.name} does not flush between batches"),
             (pipeline.executor.swaps is not None, "swap: a share is swapped already"),
         ):
@@ -55,10 +59,18 @@ class SwapTuning:
         self._limit_bytes = limit_bytes(memory_gib, pipeline.device)
         self._size = Size(schedule.stages, schedule.micro_batches, schedule.chunks, schedule.group_size)
         self._able = [_layers_of(chunk) for chunk in pipeline.chunks]
-        self._plain = Programs(Spec.of(schedule, needs), queues=pipeline.executor.connections.queues)
+        rows = tuple(tuple(action for action in row if action.kind not in _MOVES) for row in schedule.actions)
+        plain = replace(schedule, actions=rows, bounds=())
+        plain = replace(plain, bound=max(plain.peak_live))
+        self._plain = Programs(Spec.of(plain, needs), queues=pipeline.executor.connections.queues)
         pipeline.executor.swap(self.loop.limit)
         #: What a plan is of no use without.
-        self._settings = {"schedule": schedule.name, "size": list(self._size), "limit_bytes": self._limit_bytes}
+        self._settings = {
+            "schedule": schedule.name,
+            "size": list(self._size),
+            "partners": bool(pipeline.program.pairs),
+            "limit_bytes": self._limit_bytes,
+        }
         if state is not None and self._settings.items() <= state.items():
             self.loop.load_state_dict(state)
             print_once("swap auto: trains by the plan that was saved")
@@ -73,7 +85,7 @@ class SwapTuning:
     def step(self, *batch: Any, **named: Any) -> Tensor | None:
         """Return what the pipeline's `step` returns."""
         pipeline, executor = self._pipeline, self._pipeline.executor
-        pipeline.program = self.loop.programs(self._plain, self._size)(self._size)
+        pipeline.program = self.loop.program(self._plain, self._size)
         self.loop.begin(executor, self._able)
         counts = self.loop.layers(self._plain, self._size)
         again = [layer for able, count in zip(self._able, counts, strict=True) for layer in able[:count]]

@@ -1,4 +1,4 @@
-"""One plan under a cap: after a run's first batch, what each stage swaps to the host and which layers it recomputes."""
+"""One plan under a cap: after a run's first batch, what each stage swaps, sends to its partner and recomputes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import nn
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.host_swaps import HostLimit
 from evenpipe.runtime.resources import highest_of_all
-from evenpipe.schedule import LEVELS, LevelsOfStages, Programs, Schedule, ScheduleError, Size, swapping_at
+from evenpipe.runtime.timing import sending_gbps
+from evenpipe.schedule import LEVELS, Program, Programs, Queues, Schedule, ScheduleError, Size, swapping_at
 from evenpipe.schedule.swap_room import Saved, SwapRoom
 from evenpipe.simulate import simulate
-from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of, planned
+from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of, planned, program_of
 from evenpipe.tuner.layer_watch import LayerWatch
 from evenpipe.tuner.links import decided_by_rank_0
 from evenpipe.tuner.part_watch import PartWatch
@@ -33,11 +34,13 @@ class SwapLoop:
     In the first batch all that can leave does, and comes back just before its backward: the least memory that swaps can
     do with. It shows what micro-batches save and take, and what recomputation of their layers would free. From the
     second on each stage goes the way that `planned` finds by simulation: nothing where all fits, else the smallest
-    share that swaps at a level, with the first so many layers recomputed. Batches of another number of micro-batches
-    are decided anew. A batch of one micro-batch does not show what the others save: the first of more is measured too.
+    share that swaps at a level, or BPipe's moves to and from its partner, with the first so many layers recomputed.
+    Where partners are linked, the first batch is followed by messages that measure the links. Batches of another number
+    of micro-batches are decided anew. A batch of one micro-batch does not show what the others save: the first of more
+    is measured too.
 
     Have the executor swap under `limit`, and measure a batch if it `weighs`. For each batch, a framework calls `look`
-    and `begin`, recomputes so many `layers`, trains by `programs`, and calls `end`. `log` is given a line for each
+    and `begin`, recomputes so many `layers`, trains by `program`, and calls `end`. `log` is given a line for each
     decision.
     """
 
@@ -48,9 +51,10 @@ class SwapLoop:
         self._measured: tuple[int, list[list[float]]] = 0, []  # of a batch of so many micro-batches, a row a stage
         self._stages: list[CappedStage] = []
         self._found: dict[Size, tuple[Way, ...]] = {}
+        self._programs: dict[tuple[Size, tuple[Way, ...], Queues], Program] = {}
         self._said_exceeded = False
         self._own = 0
-        self._layers: int | None = None  # that the limit counts with
+        self._way: Way | None = None  # that the limit counts with
         self._watches: tuple[LayerWatch, PartWatch] | None = None
 
     @property
@@ -62,7 +66,7 @@ class SwapLoop:
         """Before anything of a batch of this size: see whether it is measured."""
         if self._stages and self._measured[0] == 1 < size.micro_batches:
             self._log(f"measures a batch of {size.micro_batches} micro-batches: one alone did not show what more save")
-            self._stages, self._layers = [], None
+            self._stages, self._way = [], None
             self._found.clear()
             self.limit.forget()
 
@@ -79,17 +83,20 @@ class SwapLoop:
         layer_watch = LayerWatch(layers, executor.counter, executor.clock, repeats)
         self._watches = layer_watch, watch
 
-    def programs(self, plain: Programs, size: Size) -> Programs:
-        """Return `plain`, which swap nothing, with the swaps of batches of this size.
+    def program(self, plain: Programs, size: Size) -> Program:
+        """Return what carries out batches of this size; `plain` swap and evict nothing.
 
         Raises ScheduleError, on all ranks, where a stage has no way to keep to its cap.
         """
         if not self._stages:
-            return plain.swapping(LEVELS[-1])
-        return plain.swapping(LevelsOfStages(tuple(way.level for way in self.ways(plain, size))))
+            return plain.swapping(LEVELS[-1])(size)
+        key = size, self.ways(plain, size), plain.queues
+        if key not in self._programs:
+            self._programs[key] = program_of(plain, size, key[1])
+        return self._programs[key]
 
     def ways(self, plain: Programs, size: Size) -> tuple[Way, ...]:
-        """Return the way of each stage in batches of this size, after the first batch. Raises as `programs` does."""
+        """Return the way of each stage in batches of this size, after the first batch. Raises as `program` does."""
         if size not in self._found:
             self._found[size] = self._decided(plain, size)
         return self._found[size]
@@ -97,17 +104,17 @@ class SwapLoop:
     def layers(self, plain: Programs, size: Size) -> list[int]:
         """Return how many layers of each chunk, from the first on, this stage recomputes in the next batch.
 
-        Raises as `programs` does.
+        Raises as `program` does.
         """
         if not self._stages:
             return [0] * size.chunks
-        wanted = self.ways(plain, size)[self._own].layers
-        if wanted != self._layers:
-            self._expect(wanted)
-        return [min(wanted, len(able)) for able in self._stages[self._own].layers]
+        way = self.ways(plain, size)[self._own]
+        if way != self._way:
+            self._expect(way)
+        return [min(way.layers, len(able)) for able in self._stages[self._own].layers]
 
     def end(self, executor: Executor, size: Size, room: Callable[[], Room], plain: Programs) -> None:
-        """After a batch: take what was seen of the first one; `room` is asked then. Raises as `programs` does."""
+        """After a batch: take what was seen of the first one; `room` is asked then. Raises as `program` does."""
         if not self._stages:
             known = room()
             self._limit_bytes = known.limit_bytes
@@ -135,21 +142,22 @@ class SwapLoop:
         return {"limit_bytes": self._limit_bytes, "measured": measured, "plans": plans}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before the first batch: train by the plan that :meth:`state_dict` gave, of a run under the same conditions."""
+        """Before the first batch: train by the plan that :meth:`state_dict` gave, of a run under equal conditions."""
         self._limit_bytes, measured = state["limit_bytes"], state["measured"]
         self._measured = measured["micro_batches"], measured["rows"]
         self._stages = self._of_measured(measured["chunks"])
-        self._layers = None
+        self._way = None
         self._found = {Size(*size): tuple(Way(*way) for way in ways) for size, ways in state["plans"]}
 
     def _of_measured(self, chunks: int) -> list[CappedStage]:
         return [_stage(self._limit_bytes, chunks, *row) for row in self._measured[1]]
 
-    def _expect(self, layers: int) -> None:
-        """Keep to the limit with so many layers recomputed."""
-        stage = self._stages[self._own].recomputing(layers)
+    def _expect(self, way: Way) -> None:
+        """Keep to the limit with so many layers recomputed; a stage that trades with its partner keeps to the bound."""
+        stage = self._stages[self._own].recomputing(way.layers)
         # A copy: this stage's grows with larger micro-batches, and all ranks decide by the same numbers.
-        self.limit.limit_bytes, self.limit.saved, self._layers = stage.limit_bytes, dict(stage.saved), layers
+        self.limit.limit_bytes, self.limit.saved = None if way.bound else stage.limit_bytes, dict(stage.saved)
+        self._way = way
 
     def _gathered(self, executor: Executor, size: Size, room: Room) -> list[list[float]]:
         """Return all stages' rows of bytes held, savings and times: of replicas and shards the highest numbers.
@@ -162,10 +170,12 @@ class SwapLoop:
         layers, times, device = layer_watch.figures(), watch.figures(size.chunks), executor.device
         executor.observer, self._watches = watch.then, None
         host_ms = executor.swaps.link.ms_a_byte()
+        gbps = sending_gbps(executor.connections, executor.stage_index, device)
+        partner_ms = 0.0 if gbps is None else 1e-6 / gbps
         executor.give_back_host_memory()
         message_bytes, count = map(int, highest_of_all([executor.counter.largest_sent, max(map(len, layers))], device))
         largest = float(executor.counter.largest_saved)  # of chunks none of whose micro-batches has the time to leave
-        row = [room.static_bytes + UNDER_WAY * message_bytes, host_ms]
+        row = [room.static_bytes + UNDER_WAY * message_bytes, host_ms, partner_ms]
         for chunk, (figures, of_chunk) in enumerate(zip(times, layers, strict=True)):
             saved = self.limit.saved.get(chunk, Saved(largest, largest))
             backward_ms = figures.input_gradient_ms + figures.weight_gradient_ms
@@ -214,7 +224,9 @@ class SwapLoop:
         )
 
 
-def _stage(limit_bytes: float, chunks: int, used: float, host_ms: float, *numbers: float) -> CappedStage:
+def _stage(
+    limit_bytes: float, chunks: int, used: float, host_ms: float, partner_ms: float, *numbers: float
+) -> CappedStage:
     """Return a stage from its row of what was gathered."""
     each = len(numbers) // chunks
     saved, layers, forward_ms, backward_ms = dict[int, Saved](), list[list[Layer]](), list[float](), list[float]()
@@ -226,7 +238,7 @@ def _stage(limit_bytes: float, chunks: int, used: float, host_ms: float, *number
         layers.append(those if any(layer.freed_bytes for layer in those) else [])
         forward_ms.append(forward)
         backward_ms.append(backward)
-    return CappedStage(limit_bytes - used, saved, layers, forward_ms, backward_ms, host_ms)
+    return CappedStage(limit_bytes - used, saved, layers, forward_ms, backward_ms, host_ms, partner_ms or None)
 
 
 def _said(ways: tuple[Way, ...], stages: Sequence[CappedStage], slower: float) -> str:
@@ -238,6 +250,8 @@ def _said(ways: tuple[Way, ...], stages: Sequence[CappedStage], slower: float) -
     line = f"swaps of each micro-batch by stage: {shares}; room for all of them, MiB: {rooms}"
     if late := ", ".join(str(stage) for stage, way in enumerate(ways) if way.level == "late"):
         line += f"; stages that wait for each copy: {late}"
+    if traded := ", ".join(str(stage) for stage, way in enumerate(ways) if way.bound):
+        line += f"; stages that move micro-batches to and from their partners: {traded}"
     if any(way.layers for way in ways):
         line += f"; recomputed layers of each chunk by stage: {' '.join(str(way.layers) for way in ways)}"
     return f"{line}; a batch takes {slower:.3f} × the time without a cap, by simulation"
