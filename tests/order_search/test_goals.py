@@ -56,7 +56,8 @@ def test_sixteen_stages_take_less_than_a_minute(memory: float, least: float) -> 
 )
 def test_errors_of_times_leave_the_gain(micro_batches: int, memory: float, name: str, gain: float) -> None:
     """Over 8 cases × 48 samples that the search has not seen; also where stages are 10 % off."""
-    gains, rougher = [], []
+    gains: list[list[float]] = []
+    rougher: list[list[float]] = []
     for seed in range(8):
         problem = case("uneven", 8, seed, micro_batches, memory)
         found, named = order(problem, 10.0, EXPECTED), problem.order(find(name).order(Size(8, micro_batches, 2)))

@@ -91,7 +91,7 @@ def test_a_table_takes_no_other_sizes_than_its_own(argument: str, fixed: int) ->
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("stages=2", "stages=999999999", "stages=999999999: 2 rows of actions follow"),
+        ("stages=2", "stages=999999999", "stages=999999999: 2 rows of actions follow: give one"),
         ("chunks=1", "chunks=999999999", "chunks=999999999: more than a row has actions"),
         ("places=loop", "places=0.0,999999999.0", "each stage needs the same number of model chunks"),
         ("chunks=1", "chunks=0", "line 1: chunks=0: expected a number from 1 to 999999999"),

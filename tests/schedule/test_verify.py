@@ -113,7 +113,7 @@ def test_a_large_grid_is_cut_to_the_neighbourhood():
         ("F0 O0 D0 W0", "D0 finds its micro-batch swapped out"),
         ("F0 O0", "I0 is missing"),
         ("F0 D0", "W0 is missing"),
-        ("F0 W0 D0", "W0 finds its micro-batch forwarded already"),
+        ("F0 W0 D0", "W0 finds its micro-batch without its input gradient yet"),
         ("F0 D0 B0", "B0 finds its micro-batch with its input gradient done"),
         ("F0 B0 W0", "W0 finds its micro-batch done already"),
     ],

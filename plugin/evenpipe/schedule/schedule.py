@@ -144,7 +144,9 @@ def _with_head(actions: tuple[tuple[Action, ...], ...], line: int, words: Sequen
             raise ScheduleError(f"line {line}: {key}={given[key]}: expected a number from 1 to 999999999")
     numbers = {key: int(given[key]) for key in _NUMBERS}
     if numbers["stages"] != len(actions):
-        raise ScheduleError(f"line {line}: stages={numbers['stages']}: {len(actions)} rows of actions follow")
+        raise ScheduleError(
+            f"line {line}: stages={numbers['stages']}: {len(actions)} rows of actions follow: give one for each stage"
+        )
     if numbers["chunks"] > max(1, *map(len, actions)):
         raise ScheduleError(f"line {line}: chunks={numbers['chunks']}: more than a row has actions")
     name = "".join(letter for letter in given["name"] if letter.isprintable())  # it is shown on terminals

@@ -15,10 +15,12 @@ from evenpipe.schedule.actions import (
     DONE,
     FINISHING,
     FORWARD,
+    INPUT_GRADIENT,
     KINDS,
     STATES,
     UNKNOWN,
     UPDATE,
+    WEIGHT_GRADIENT,
     Action,
     ActionKind,
     Kind,
@@ -161,6 +163,8 @@ def _count(schedule: Schedule, actions: Column) -> Column:
 def _said(state: State, kind: Kind) -> str:
     if state == UNKNOWN and KINDS[kind].guest:
         return "not accepted yet"
+    if state in KINDS[INPUT_GRADIENT].takes and kind == WEIGHT_GRADIENT:
+        return "without its input gradient yet"
     return STATES[state]
 
 
