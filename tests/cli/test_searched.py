@@ -10,6 +10,7 @@ import pytest
 
 from evenpipe.cli.main import main
 from evenpipe.schedule import Schedule, verify
+from evenpipe.simulate import front
 
 SIZES = ("--stages", "4", "--micro-batches", "6")
 QUICK = ("--seconds", "0.1")
@@ -113,7 +114,22 @@ def test_a_searched_schedule_that_swaps_says_how_it_is_run(tmp_path: Path, capsy
     assert "300 of 300" in capsys.readouterr().out
 
 
-def test_the_front_of_straight_stages_that_evict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first command of a test has searched is shown by the others too."""
+    search, found = front.front, list[front.Front]()
+
+    def once(*asked: Any) -> front.Front:
+        if not found:
+            found.append(search(*asked))
+        return found[0]
+
+    monkeypatch.setattr(front, "front", once)
+
+
+def test_the_front_of_straight_stages_that_evict(
+    searched_once: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     costs = straight(tmp_path / "costs.json")
     words = ["simulate", "--front", "--costs", costs, "--stages", "4", "--micro-batches", "8", *QUICK]
     assert main([*words, "--json"]) == 0
@@ -135,7 +151,7 @@ def test_a_v_is_not_searched_for_evictions(costs: str, tmp_path: Path, capsys: p
     assert not any(json.loads(said.out)["evictions"])
 
 
-def test_the_front(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_front(searched_once: None, costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words, picture = ["simulate", "--front", "--costs", costs, *SIZES, *QUICK], tmp_path / "front.png"
     assert main([*words, "--json", "--picture", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)

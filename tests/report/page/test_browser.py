@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, TimeoutError, ViewportSize
@@ -48,15 +49,23 @@ _DRAWN = """() => {
 }"""
 
 
-@pytest.fixture
-def opened(browser: Browser, run: Path, tmp_path: Path) -> Iterator[Open]:
-    """Opens the page of the run from disk; in the end there was no error on its console, and no request."""
-    out = tmp_path / "out.html"
+class Pages(NamedTuple):
+    """How to open a page, the pages that nobody changes, and what was wrong with any."""
+
+    anew: Open
+    shared: dict[tuple[int, str], Page]
+    complaints: list[str]
+
+
+@pytest.fixture(scope="module")
+def pages(browser: Browser, run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
+    """Pages of the run, from disk: errors on their consoles and requests are complaints."""
+    out = tmp_path_factory.mktemp("page") / "out.html"
     assert main(["report", str(run), "--html", str(out)]) == 0
     complaints: list[str] = []
-    pages: list[Page] = []
+    opened: list[Page] = []
 
-    def open_page(width: int = 1280, scheme: str = "light", touch: bool = False) -> Page:
+    def anew(width: int = 1280, scheme: str = "light", touch: bool = False) -> Page:
         size: ViewportSize = {"width": width, "height": 900}
         page = browser.new_page(viewport=size, color_scheme=scheme, has_touch=touch)  # type: ignore[arg-type]
         page.on("console", lambda one: complaints.append(one.text) if one.type in ("error", "warning") else None)
@@ -65,13 +74,35 @@ def opened(browser: Browser, run: Path, tmp_path: Path) -> Iterator[Open]:
         page.on("request", lambda one: None if one.url.startswith((own, "data:")) else complaints.append(one.url))
         page.goto(own)
         page.wait_for_selector("html[data-ready=yes]", timeout=30_000)
-        pages.append(page)
+        opened.append(page)
         return page
 
-    yield open_page
-    for page in pages:
+    yield Pages(anew, {}, complaints)
+    for page in opened:
         page.close()
-    assert complaints == []
+
+
+@pytest.fixture
+def opened(pages: Pages) -> Iterator[Open]:
+    """Opens a page; in the end nothing was wrong with it."""
+    yield pages.anew
+    found = [*pages.complaints]
+    pages.complaints.clear()
+    assert found == []
+
+
+@pytest.fixture
+def seen(pages: Pages, opened: Open) -> Open:
+    """Gives a page, at its top, that all share who only look and point at it."""
+
+    def shared(width: int = 1280, scheme: str = "light") -> Page:
+        if (width, scheme) not in pages.shared:
+            pages.shared[width, scheme] = opened(width, scheme)
+        page = pages.shared[width, scheme]
+        page.evaluate("scrollTo(0, 0)")
+        return page
+
+    return shared
 
 
 def place_of(page: Page, stage: float, at_ms: float) -> tuple[float, float]:
@@ -112,18 +143,18 @@ def widest(run: Path, letter: str, stages: Sequence[int] = (0, 1)) -> tuple[int,
     return stage, span["action"], (span["start_ms"] + span["end_ms"]) / 2
 
 
-def test_the_first_screen_has_the_timeline(opened: Open) -> None:
-    box = opened().locator("#timeline-0").bounding_box()
+def test_the_first_screen_has_the_timeline(seen: Open) -> None:
+    box = seen().locator("#timeline-0").bounding_box()
     assert box is not None
     assert box["y"] + box["height"] <= 900
-    narrow = opened(400).locator("#timeline-0").bounding_box()
+    narrow = seen(400).locator("#timeline-0").bounding_box()
     assert narrow is not None
     assert narrow["y"] <= 1000
 
 
-def test_all_is_shown_to_the_end_of_the_slower_of_measured_and_predicted(opened: Open, run: Path) -> None:
+def test_all_is_shown_to_the_end_of_the_slower_of_measured_and_predicted(seen: Open, run: Path) -> None:
     """The end of the predicted row was once taken for that of both."""
-    page = opened()
+    page = seen()
     page.locator("#timeline-0").scroll_into_view_if_needed()
     page.wait_for_function("document.querySelector('.shown').textContent !== ''")
     shown, last = re.findall(r"([\d,.]+) ms", page.locator(".shown").first.inner_text())[1:3]
@@ -132,8 +163,8 @@ def test_all_is_shown_to_the_end_of_the_slower_of_measured_and_predicted(opened:
     assert float(last.replace(",", "")) >= measured - 0.01
 
 
-def test_every_action_is_named_where_the_mouse_points(opened: Open, run: Path) -> None:
-    page = opened()
+def test_every_action_is_named_where_the_mouse_points(seen: Open, run: Path) -> None:
+    page = seen()
     for at in (0, 1):
         for letter in "FB":
             tip = tip_of(page, widest(run, letter, [at]))
@@ -142,9 +173,9 @@ def test_every_action_is_named_where_the_mouse_points(opened: Open, run: Path) -
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_no_tooltip_is_cut_off(opened: Open, run: Path, width: int) -> None:
+def test_no_tooltip_is_cut_off(seen: Open, run: Path, width: int) -> None:
     """On a narrow page there is none: the line below the chart has room for what a tap names."""
-    tip = tip_of(opened(width), widest(run, "B"))
+    tip = tip_of(seen(width), widest(run, "B"))
     assert tip.is_visible() == (width > 600)
 
 
@@ -215,8 +246,8 @@ def test_all_can_be_done_with_a_keyboard(opened: Open) -> None:
     assert page.evaluate("document.activeElement.textContent") == "Zoom in", "the drawing itself is no stop"
 
 
-def test_a_screen_reader_finds_landmarks_names_and_tables(opened: Open) -> None:
-    page = opened()
+def test_a_screen_reader_finds_landmarks_names_and_tables(seen: Open) -> None:
+    page = seen()
     for landmark in ("main", "header", "footer", "h1", "html[lang=en]"):
         assert page.locator(landmark).count() == 1, landmark
     levels = page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map((one) => Number(one.tagName[1]))")
@@ -231,8 +262,8 @@ def test_a_screen_reader_finds_landmarks_names_and_tables(opened: Open) -> None:
 
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_cut_off(opened: Open, width: int, scheme: str) -> None:
-    page = opened(width, scheme)
+def test_nothing_is_cut_off(seen: Open, width: int, scheme: str) -> None:
+    page = seen(width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     colours = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
     text, paper = (sum(map(int, colour.removeprefix("rgb(").rstrip(")").split(","))) for colour in colours)
@@ -251,8 +282,8 @@ def contrast(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_tooltips_and_messages_follow_the_scheme(opened: Open, run: Path, scheme: str) -> None:
-    page = opened(1280, scheme)
+def test_tooltips_and_messages_follow_the_scheme(seen: Open, run: Path, scheme: str) -> None:
+    page = seen(1280, scheme)
 
     def reads(said: Locator) -> None:
         said.wait_for(timeout=5000)
@@ -266,8 +297,8 @@ def test_tooltips_and_messages_follow_the_scheme(opened: Open, run: Path, scheme
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_numbers_are_read_on_predicted_boxes_and_nothing_is_drawn_around(opened: Open, scheme: str) -> None:
-    drawn = opened(1280, scheme).evaluate(_DRAWN)
+def test_numbers_are_read_on_predicted_boxes_and_nothing_is_drawn_around(seen: Open, scheme: str) -> None:
+    drawn = seen(1280, scheme).evaluate(_DRAWN)
     assert drawn["edge"] == 0
     assert drawn["alphas"][0] < 1, "the predicted are fainter"
     paper, number = (bytes.fromhex(drawn[name][1:]) for name in ("paper", "number"))
@@ -277,8 +308,8 @@ def test_numbers_are_read_on_predicted_boxes_and_nothing_is_drawn_around(opened:
         assert contrast(number, [faint * c + (1 - faint) * p for c, p in zip(colour, paper, strict=True)]) >= 4.5
 
 
-def test_hostile_settings_are_text(opened: Open) -> None:
-    page = opened()
+def test_hostile_settings_are_text(seen: Open) -> None:
+    page = seen()
     assert page.title() == "Run – EvenPipe"
     assert page.locator("img").count() == 0
     page.locator("summary", has_text="Settings").click()
