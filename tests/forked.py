@@ -12,13 +12,24 @@ import socket
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["command"]
+if TYPE_CHECKING:
+    from tests.job_server import Done
+
+__all__ = ["command", "run"]
 
 
 def command(ranks: int, modules: str, script: str | Path, *arguments: str) -> list[str]:
     """`script` on so many ranks; `modules`, with commas between them, are imported once."""
     return [sys.executable, "-W", "ignore", __file__, str(ranks), modules, str(script), *arguments]
+
+
+def run(ranks: int, modules: str, script: str | Path, *arguments: str | Path) -> Done:
+    """The same, carried out, and forked from the server that has imported `modules` for others too."""
+    from tests.job_server import run_script
+
+    return run_script(modules, Path(__file__), str(ranks), modules, script, *arguments)
 
 
 def _start(ranks: int, modules: str, script: str) -> int:

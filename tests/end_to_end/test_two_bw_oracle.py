@@ -129,6 +129,8 @@ SHARED_OUT = {
 }
 # Eight processes, and what differs little from a case that stays.
 LONG = [
+    "p=2, m=p, Adam",
+    "DP2 x PP2, m=p+1, momentum, experts over both",
     "p=2, SGD, bert, untied",
     "p=2, m=2p, momentum, bert",
     "p=4, m=p+1, SGD, unclipped",

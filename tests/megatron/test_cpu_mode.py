@@ -18,7 +18,8 @@ from megatron.core.tensor_parallel import random
 from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.upstream import FITS, PatchSet, UpstreamError
 from evenpipe.upstream.symbols import locate
-from tests.forked import command
+from tests import forked
+from tests.reports import MEGATRON
 
 WORKER = Path(__file__).with_name("train_tiny_gpt.py")
 
@@ -36,8 +37,7 @@ def mode() -> Iterator[PatchSet]:
 @pytest.fixture(scope="module")
 def losses() -> dict[str, list[float]]:
     """What four processes report: per layout the losses of its iterations."""
-    ranks = command(4, "megatron.core.models.gpt,megatron.core.optimizer", WORKER)
-    run = subprocess.run(ranks, capture_output=True, text=True, timeout=800)
+    run = forked.run(4, MEGATRON, WORKER)
     assert run.returncode == 0, run.stderr
     assert "RNG state changed" not in run.stderr
     report: dict[str, list[float]] = json.loads(run.stdout.splitlines()[-1])

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import held_gradients
 import live_memory
 
-from tests.reports import reports
+from tests.reports import MEGATRON, reports
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA")
 
@@ -23,13 +23,15 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refu
 @pytest.fixture(scope="module")
 def of_formula(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of eight processes wrote down."""
-    return reports(Path(held_gradients.__file__), tmp_path_factory.mktemp("held_gradients"), held_gradients.WORLD)
+    folder = tmp_path_factory.mktemp("held_gradients")
+    return reports(Path(held_gradients.__file__), folder, held_gradients.WORLD, imports=MEGATRON)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four processes wrote down, with flushes and with 2BW."""
-    return reports(Path(live_memory.__file__), tmp_path_factory.mktemp("live_memory"), live_memory.WORLD)
+    folder = tmp_path_factory.mktemp("live_memory")
+    return reports(Path(live_memory.__file__), folder, live_memory.WORLD, imports=MEGATRON)
 
 
 @pytest.mark.long

@@ -92,7 +92,7 @@ def test_everything_is_called_in_megatrons_order(ranks: list[dict[str, Any]], na
     assert calls(ranks, name, engine, "events") == calls(ranks, name, "megatron", "events")
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", marked(GROUPED, LONG))
 def test_groups_change_nothing_but_the_order_of_forwards_and_backwards(ranks: list[dict[str, Any]], name: str) -> None:
     """What synchronises and finalizes comes where it did: before the first forward, around the last backward."""
 
@@ -162,7 +162,7 @@ def test_a_searched_table_that_swaps_holds_so_many_micro_batches_as_it_was_searc
     assert counted[0]["swapped_bytes"] >= 2 * counted[0]["largest_saved"]
 
 
-@pytest.mark.parametrize("name", ["swaps", "swaps of experts"])
+@pytest.mark.parametrize("name", ["swaps"])
 def test_swaps_fit_the_worst_stage_under_a_cap(ranks: list[dict[str, Any]], name: str) -> None:
     """The first stage's peak is of 4 micro-batches, of which 2 are whole: 0.75 of it with half swapped, 0.6 with 80 %.
 

@@ -27,7 +27,7 @@ from evenpipe.train.engine import Case, FailureContext, Recorder
 from evenpipe.train.options import TrainOptions
 
 CPU = torch.device("cpu")
-RESUMED_AFTER = (2, 5)
+RESUMED_AFTER = (1, 3)
 
 
 def layers(engine: MegatronEngine) -> list[Linear]:

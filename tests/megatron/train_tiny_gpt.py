@@ -182,9 +182,12 @@ def initialise(model: torch.nn.Module, shards: int, shard: int) -> None:
 
 
 def main() -> None:
+    from tests.gloo import share_device
+
     torch.set_num_threads(1)
     mode = cpu_mode()
     mode.apply()
+    share_device()
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     losses = {name: train(layout) for name, layout in LAYOUTS.items()}
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:

@@ -35,7 +35,6 @@ def case(**settings: Any) -> Case:
 
 CASES = {
     "tied": case(calls=(Call(), EVALUATION, Call(micro_batches=4))),
-    "untied, bare modules": case(ddp=None, tied=False),
     "loss per token": case(calls=TOKENS, config={"calculate_per_token_loss": True}),
     "other lengths": case(calls=RAGGED, config=VARIABLE),
     "what is no loss": case(calls=(Call(), COLLECTION)),
@@ -49,7 +48,7 @@ CASES = {
 }
 
 
-UNITS = {f"searched, {units} units": units for units in (4, 6, 8)}
+UNITS = {f"searched, {units} units": units for units in (4, 8)}
 """Schedules that are searched for uneven parts, and how many units a stage may hold."""
 
 RECOMPUTED = "parts computed again"

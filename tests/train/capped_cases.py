@@ -26,7 +26,7 @@ from tests.runtime.ranks import report
 STAGES, MICRO_BATCHES, ROWS, WIDTH = 4, 8, 64, 32
 #: By schedule: model chunks, caps that swaps can keep, and one that they cannot, as parts of the worst stage's peak.
 #: The last stage of ZB-H1 has all of its micro-batches whole at once.
-SCHEDULES = {"1f1b": (1, (0.9, 0.6, 0.45), 0.01), "interleaved": (2, (0.9, 0.6, 0.45), 0.01), "zb-h1": (1, (), 0.9)}
+SCHEDULES = {"1f1b": (1, (0.9, 0.45), 0.01), "interleaved": (2, (0.6,), 0.01), "zb-h1": (1, (), 0.9)}
 #: A model of blocks whose copies to the host count as slow.
 SLOW_HOST = "blocks"
 #: The same without layers that can be recomputed, whose stages may send to their partners.

@@ -27,19 +27,16 @@ from tests.runtime.ranks import report
 
 STAGES, MICRO_BATCHES, ROWS, KINDS = 4, 8, 4, 5
 SCHEDULES = {
-    "1f1b": (1, 1, False),
     "1f1b, BPipe": (1, 1, True),
     "kfkb, BPipe": (1, 2, True),
     "interleaved, BPipe": (2, 1, True),
     "interleaved-zb": (2, 1, False),
     "zb-h1": (1, 1, False),
-    "zb-h2": (1, 1, False),
     "v-half": (2, 1, False),
     "v-half, recomputed": (2, 1, False),
     "1f1b, recomputed": (1, 1, False),
     "dualpipev": (2, 1, False),
     "1f1b, swapped": (1, 1, False),
-    "zb-h1, swapped": (1, 1, False),
     "v-half, swapped": (2, 1, False),
     "searched, swapped": (2, 1, False),
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.reports import reports
+from tests.reports import MEGATRON, reports
 
 pytest.importorskip("megatron.core")
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("interrupted_megatron.py")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA")
 def test_they_change_nothing_with_megatron(tmp_path: Path) -> None:
     """By any correction of the delay either."""
-    for corrections in reports(SCRIPT, tmp_path, 2):
+    for corrections in reports(SCRIPT, tmp_path, 2, imports=MEGATRON):
         for plain, interrupted in corrections:
             assert interrupted == plain
             assert plain["scale"] < 2.0**20, "steps have been skipped"

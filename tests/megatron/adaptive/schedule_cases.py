@@ -16,6 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
 if TYPE_CHECKING:
     from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule
     from evenpipe.megatron.schedule import PipelineSchedule
@@ -295,15 +297,17 @@ CASES = {
 }
 
 
-def work(rank: int, folder: Path) -> None:
+def work(rank: int, folder: Path, port: int) -> None:
     """One process: all cases."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     from evenpipe.megatron.cpu_mode import cpu_mode
+    from tests.gloo import share_device
 
     cpu_mode().apply()
-    store = dist.FileStore(str(folder / "store"), STAGES)
+    share_device()
+    store = dist.TCPStore("localhost", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=STAGES, timeout=timedelta(seconds=60))
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES)
     found: dict[str, Any] = {}
@@ -321,10 +325,12 @@ def main() -> None:
     """Fork, once everything is imported."""
     import torch
     import torch.multiprocessing as mp
+    from torch.distributed import TCPStore
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    mp.start_processes(work, (Path(sys.argv[1]),), nprocs=STAGES, start_method="fork")
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    mp.start_processes(work, (Path(sys.argv[1]), store.port), nprocs=STAGES, start_method="fork")
 
 
 if __name__ == "__main__":

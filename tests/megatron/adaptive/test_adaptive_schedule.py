@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
 from schedule_cases import LIMIT_BYTES, MICRO_BATCHES, SAME, SIZE, STAGES, TURNS
 
-from tests.reports import reports
+from tests.reports import MEGATRON, reports
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA"),
@@ -25,7 +25,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process wrote down."""
     folder = tmp_path_factory.mktemp("adaptive")
     script = Path(__file__).with_name("schedule_cases.py")
-    found = reports(script, folder, STAGES)
+    found = reports(script, folder, STAGES, imports=MEGATRON)
     assert not [report["failure"] for report in found if "failure" in report]
     return found
 

@@ -17,7 +17,7 @@ from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import links, loop
 from evenpipe.train.machine import PlannedRun, ProfileError, stage_memories, stage_memory
 from evenpipe.train.options import TrainOptions
-from tests.reports import reports
+from tests.reports import MEGATRON, reports
 from tests.selected import marked, selected
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -36,7 +36,8 @@ pytestmark = [
 def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each process wrote down of the cases that are looked at."""
     folder = tmp_path_factory.mktemp("measured_memory")
-    return reports(SCRIPT, folder, WORLD, json.dumps(sorted(selected(request, "name"))))
+    names = json.dumps(sorted(selected(request, "name")))
+    return reports(SCRIPT, folder, WORLD, names, imports=MEGATRON)
 
 
 @pytest.fixture(scope="module")

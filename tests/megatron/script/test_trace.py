@@ -1,12 +1,12 @@
 """One iteration of all ranks of a script becomes one document."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.job_server import run_script
+from tests.reports import MEGATRON
 from tests.schedules import build
 
 SCRIPT = Path(__file__).with_name("trace_cases.py")
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("trace_cases.py")
 def traced(tmp_path_factory):
     """The folder in which a traced run has left its document and what each rank printed."""
     folder = tmp_path_factory.mktemp("trace")
-    run = subprocess.run([sys.executable, SCRIPT, folder], timeout=800, capture_output=True, text=True)
+    run = run_script(MEGATRON, SCRIPT, folder)
     assert run.returncode == 0, run.stderr
     return folder
 

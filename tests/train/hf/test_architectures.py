@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests import forked
+from tests.job_server import HUGGING_FACE
 from tests.partition.code.test_architectures import ALWAYS, LENGTH, LONG
-from tests.readme import ROOT
 
 pytest.importorskip("accelerate")
 CASES = Path(__file__).with_name("architectures_cases.py")
@@ -23,9 +21,7 @@ SCALES = {"gpt2": (LENGTH - 1) / LENGTH}
 
 @pytest.mark.parametrize("names", [SOME, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["some", "others"])
 def test_a_training_is_that_of_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
-    command = forked.command(2, "transformers,torch._dynamo,torch.optim", CASES, str(tmp_path), ",".join(names))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    run = forked.run(2, HUGGING_FACE, CASES, tmp_path, ",".join(names))
     assert run.returncode == 0, run.stderr[-4000:]
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert tuple(first) == names

@@ -13,6 +13,7 @@ from torch import nn
 
 from evenpipe.torch.hf.batches import samples_of
 from tests import forked
+from tests.job_server import HUGGING_FACE, run_script
 
 pytest.importorskip("accelerate")
 CASES = Path(__file__).with_name("trainer_cases.py")
@@ -21,13 +22,11 @@ CASES = Path(__file__).with_name("trainer_cases.py")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hf")
-    imported = "transformers.models.mixtral.modeling_mixtral,torch._dynamo,torch.optim"
-    for command in (
-        [sys.executable, str(CASES), "make", str(folder)],
-        forked.command(2, imported, CASES, "pipeline", str(folder)),
-        [sys.executable, str(CASES), "own", str(folder)],
+    for run in (
+        run_script(HUGGING_FACE, CASES, "make", folder),
+        forked.run(2, HUGGING_FACE, CASES, "pipeline", folder),
+        run_script(HUGGING_FACE, CASES, "own", folder),
     ):
-        run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert run.returncode == 0, run.stderr[-4000:]
     return folder
 
@@ -113,9 +112,7 @@ def test_what_each_rank_saved_of_its_stage_is_what_from_pretrained_loads(folder:
 
 @pytest.fixture(scope="module")
 def replicas(folder: Path) -> list[Any]:
-    imported = "transformers.models.mixtral.modeling_mixtral,torch._dynamo,torch.optim"
-    command = forked.command(4, imported, CASES, "replicas", str(folder))
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    run = forked.run(4, HUGGING_FACE, CASES, "replicas", folder)
     assert run.returncode == 0, run.stderr[-4000:]
     return [json.loads((folder / f"replicas-{rank}.json").read_text()) for rank in range(4)]
 

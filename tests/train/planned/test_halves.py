@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.job_server import HUGGING_FACE, run_script
 
 UNTIED = "gpt2 with weights of its own for the output"
 _CASES: list[list[Any]] = [
@@ -25,14 +24,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[int, in
     """For each case, for each stage, the predicted and the measured peak of saved bytes."""
     folder = tmp_path_factory.mktemp("halves")
     (folder / "cases.json").write_text(json.dumps(_CASES))
-    command = [
-        sys.executable,
-        Path(__file__).with_name("measured_cases.py"),
-        folder / "cases.json",
-        folder / "out.json",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    script = Path(__file__).with_name("measured_cases.py")
+    done = run_script(HUGGING_FACE, script, folder / "cases.json", folder / "out.json")
     assert done.returncode == 0, done.stderr
     found: list[list[tuple[int, int]]] = json.loads((folder / "out.json").read_text())
     return found

@@ -8,14 +8,14 @@ gradients (AmoebaNet) are slices in one stage and copies in two.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from tests.job_server import HUGGING_FACE, run_script
 
 UNTIED = "gpt2 with weights of its own for the output"
 #: Name, micro-batches, chunks, group size, BPipe.
@@ -45,8 +45,7 @@ class Trained:
     ) -> None:
         case = {"model": model, "stages": stages, "dtype": dtype, "workloads": workloads, **more}
         (folder / "case.json").write_text(json.dumps(case))
-        command = [sys.executable, Path(__file__).with_name("cases.py"), folder]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+        done = run_script(HUGGING_FACE, Path(__file__).with_name("cases.py"), folder)
         assert done.returncode == 0, done.stderr
         self.uncut = torch.load(folder / "uncut.pt")
         self.ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(stages)]
