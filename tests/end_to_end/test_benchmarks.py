@@ -71,10 +71,10 @@ def test_swaps_under_caps():
 
 
 def test_moves_to_partners_under_caps():
-    """Where copies to the host take four forwards, and messages to the partner a quarter of one."""
+    """Where copies to the host take four forwards, recomputation one, and messages to the partner a quarter of one."""
     shown = document(
-        *("capped.py", "--micro-batches", "8", "--repeats", "2", "--forward-ms", "20", "--caps", "0.76"),
-        *("--copy-ms", "80", "--partner-ms", "5"),
+        *("capped.py", "--micro-batches", "8", "--repeats", "2", "--forward-ms", "40", "--layers", "1"),
+        *("--caps", "0.76", "--copy-ms", "160", "--partner-ms", "10"),
     )
     [entry] = shown["results"]
     assert [way["bound"] for way in entry["ways"]] == [3, 0, 0, 3]

@@ -136,8 +136,11 @@ class Executor(Resources):
             )
 
     def _report_no_swaps(self, program: Program) -> None:
-        """Report once, on the first stage, that a share may be swapped and no stage has the time for it."""
-        if self.swaps is None or self.stage_index or self._no_swaps_reported:
+        """Report once, on the first stage, that a share may be swapped and no stage has the time for it.
+
+        Under a limit nothing is swapped where nothing has to be, which whoever sets the limit reports.
+        """
+        if self.swaps is None or self.limit is not None or self.stage_index or self._no_swaps_reported:
             return
         if all(action.kind != SWAP_OUT for row in program.schedule.actions for action in row):
             self._no_swaps_reported = True
