@@ -54,7 +54,7 @@ TEXT = (
     .filter(bool)
 )
 WORST = "-x'\"$(touch owned)`touch owned`\n#\\é {{ 7 }}"
-FEW = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @contextmanager
