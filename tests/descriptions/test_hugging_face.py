@@ -323,5 +323,5 @@ def test_what_is_no_file_or_no_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(DescriptionError, match=r"config\.json: is no JSON \("):
         configured(tmp_path)
     (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(DescriptionError, match=r"config\.json: is no JSON \("):
+    with pytest.raises(DescriptionError, match=r"config\.json: is nested too deeply"):
         configured(tmp_path)

@@ -108,7 +108,7 @@ def test_a_function_that_cannot_give_the_size_asked_for_is_told_how(tmp_path):
     [
         ("mine.py", "should read FILE.py:FUNCTION"),
         ("absent.py:make", "there is no file absent.py"),
-        (f"{__file__}:absent", "has no attribute 'absent'"),
+        (f"{__file__}:absent", "the file has no absent"),
     ],
 )
 def test_a_function_that_is_not_there_is_refused(where, says):

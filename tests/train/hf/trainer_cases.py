@@ -363,7 +363,7 @@ def memory(folder: Path) -> None:
 
     rows = [{"input_ids": [*range(3, 19)], "labels": [*range(3, 19)]}] * 8
     trainer = PipelineTrainer(folder / "large", arguments(folder), rows)
-    make_plan, before = trainer._plans.make, 0
+    make_plan, before = trainer._cut._plans.make, 0
 
     def make_and_watch(*given: Any) -> Any:
         nonlocal before
@@ -373,7 +373,7 @@ def memory(folder: Path) -> None:
         return found
 
     watching = threading.Thread(target=watch)
-    trainer._plans.make = make_and_watch  # type: ignore[method-assign]
+    trainer._cut._plans.make = make_and_watch  # type: ignore[method-assign]
     pipeline, _ = trainer._pipeline(trainer._batch(rows, range(8)))
     done.set()
     watching.join()
