@@ -50,17 +50,14 @@ def test_sixteen_stages_take_less_than_a_minute(memory: float, least: float) -> 
     assert time.process_time() - began <= 60
 
 
-@pytest.mark.parametrize(
-    ("micro_batches", "memory", "name", "gain"),
-    [(16, 1.0, "zbv", 1.02), (32, 1.0, "zbv", 1.01), (16, 0.625, "v-half", 1.04), (32, 0.625, "v-half", 1.02)],
-)
-def test_errors_of_times_leave_the_gain(micro_batches: int, memory: float, name: str, gain: float) -> None:
-    """Over 8 cases × 48 samples that the search has not seen; also where stages are 10 % off."""
+@pytest.mark.parametrize(("memory", "name", "cases", "gain"), [(1.0, "zbv", 8, 1.02), (0.625, "v-half", 4, 1.04)])
+def test_errors_of_times_leave_the_gain(memory: float, name: str, cases: int, gain: float) -> None:
+    """Over these cases × 48 samples that the search has not seen; also where stages are 10 % off."""
     gains: list[list[float]] = []
     rougher: list[list[float]] = []
-    for seed in range(8):
-        problem = case("uneven", 8, seed, micro_batches, memory)
-        found, named = order(problem, 10.0, EXPECTED), problem.order(find(name).order(Size(8, micro_batches, 2)))
+    for seed in range(cases):
+        problem = case("uneven", 8, seed, 16, memory)
+        found, named = order(problem, 10.0, EXPECTED), problem.order(find(name).order(Size(8, 16, 2)))
         for errors, into in ((EXPECTED, gains), (EXPECTED._replace(stage=0.1), rougher)):
             unseen = list(zip(*errors.samples(problem, 49, 12345), strict=True))[1:]
             into.append([makespan(problem, named, *one) / makespan(problem, found, *one) for one in unseen])
