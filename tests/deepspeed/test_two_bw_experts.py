@@ -13,6 +13,9 @@ from tests.deepspeed.job import run_cases
 from tests.selected import marked, selected
 
 pytest.importorskip("deepspeed")
+from deepspeed.moe.layer import MoE
+from torch import nn
+
 from evenpipe.deepspeed.unsupported import refuse_for_two_bw
 
 _ZERO = {"zero_optimization": {"stage": 1}}
@@ -121,9 +124,22 @@ def test_a_stage_without_experts_is_refused_before_deepspeed_waits_for_it(result
 
 
 def test_experts_beside_model_parallelism_are_refused_with_the_optimizer_whose_norm_leaves_some_out() -> None:
-    engine = SimpleNamespace(is_model_parallel=True, has_moe_layers=True, optimizer=None)
+    engine = _engine(cut=False)
     with pytest.raises(
         SectionError, match=r"^evenpipe\.schedule: a topology with model parallelism is, .* but the first"
     ):
         refuse_for_two_bw(engine, SimpleNamespace(sharded=True))
     refuse_for_two_bw(engine, SimpleNamespace(sharded=False))
+
+
+def test_experts_that_are_cut_among_model_parallel_ranks_are_refused() -> None:
+    """Their ranks have parts of one expert, and not experts of their own or copies."""
+    with pytest.raises(SectionError, match=r"^evenpipe\.schedule: MoE\(enable_expert_tensor_parallelism=True\) is, "):
+        refuse_for_two_bw(_engine(cut=True), SimpleNamespace(sharded=False))
+    refuse_for_two_bw(_engine(cut=True, is_model_parallel=False), SimpleNamespace(sharded=False))
+
+
+def _engine(cut: bool, is_model_parallel: bool = True) -> SimpleNamespace:
+    experts = MoE(4, nn.Linear(4, 4), num_experts=2, enable_expert_tensor_parallelism=cut)
+    module = nn.Sequential(nn.Linear(4, 4), experts)
+    return SimpleNamespace(is_model_parallel=is_model_parallel, has_moe_layers=True, optimizer=None, module=module)

@@ -164,6 +164,13 @@ def _not_with_two_bw(engine: Any, gradients: object | None) -> Iterator[tuple[st
             "takes its norm, which leaves out experts of all model-parallel ranks but the first",
             'use ZeRO 0, or "bf16" with "grad_accum_dtype": "fp32"',
         )
+    layers = engine.module.modules() if engine.has_moe_layers and engine.is_model_parallel else ()
+    if any(getattr(layer, "enable_expert_tensor_parallelism", False) for layer in layers):
+        yield (
+            "MoE(enable_expert_tensor_parallelism=True) is, in a topology with model parallelism,",
+            "counts in the norm, and saves, what the first model-parallel rank has of an expert that is cut among them",
+            "leave it out, or use another schedule",
+        )
     scalers = (engine, "torch_autocast_z0_gradscaler"), (engine.optimizer, "torch_autocast_gradscaler")
     if any(getattr(owner, name, None) is not None for owner, name in scalers):
         yield (
