@@ -140,7 +140,6 @@ def test_a_run_that_is_saved_and_gone_on_with_is_the_rule_with_a_drain(tmp_path:
         ({"micro_batches": 3}, "--micro-batches 3: a run under paci needs at least as many as there are stages"),
         ({"delay_correction": "nesterov"}, "--delay-correction nesterov: only --schedule 2bw has gradients"),
         ({"engine": "evenpipe"}, "--schedule paci: the step of a tied embedding would wait .*: add --untie-embeddings"),
-        ({"engine": "evenpipe", "untie_embeddings": True, "experts": 4}, "--experts 4: have not been shown"),
         ({"engine": "evenpipe", "untie_embeddings": True, "precision": "fp16"}, "--precision fp16: under "),
     ],
 )
