@@ -1,5 +1,6 @@
 """What 2bw or paci cannot honour is refused, each by its own mechanism; what is off, or of the other, is not."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,11 +8,16 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from megatron.core import utils
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.energy_monitor import EnergyMonitor
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import StragglerDetector
 
 from evenpipe.megatron.without_flushes import refused_arguments, refused_without_flushes
+from evenpipe.megatron_lm.two_bw.training import two_bw_patches
+from evenpipe.upstream import PatchSet
 
 ONE_VERSION: list[tuple[str, Any]] = [
     ("fp8_param", True),
@@ -88,10 +94,37 @@ def test_a_wait_for_the_device_on_some_ranks_alone_is_refused_with_bpipe_only() 
     assert "--profile waits for the whole device" in refusal.why
 
 
-def test_what_joins_all_stages_at_an_interval_interrupts_the_stream_and_is_not_refused() -> None:
+def test_what_joins_all_stages_at_an_interval_is_not_refused() -> None:
     flags = {"log_energy": True, "log_straggler": True, "check_weight_hash_across_dp_replicas_interval": 3}
     args: Any = SimpleNamespace(**flags, log_max_attention_logit=True, log_params_norm=True)
     assert not [*refused_arguments(args, False, bpipe=True)]
+
+
+class _Interrupted(Exception):
+    """Instead of the wait for all ranks that would follow."""
+
+
+class _Training:
+    """As much of `TwoBWLoop` as its patches call here."""
+
+    def interrupt(self) -> None:
+        raise _Interrupted
+
+
+def test_each_such_function_interrupts_the_stream_before_it_begins() -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "hashes": lambda: utils.check_param_hashes_across_dp_replicas([]),
+        "stragglers": lambda: StragglerDetector().report(),
+        "energy": lambda: EnergyMonitor().lap(),
+    }
+    patches = PatchSet("2bw", [patch for patch in two_bw_patches(_Training()) if patch.name in calls])
+    patches.apply()
+    try:
+        for call in calls.values():
+            with pytest.raises(_Interrupted):
+                call()
+    finally:
+        patches.revert()
 
 
 def test_what_is_off_is_not_refused() -> None:
