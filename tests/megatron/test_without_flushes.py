@@ -87,11 +87,14 @@ def test_what_reads_or_runs_a_batch_at_another_time_is_refused(setting: str) -> 
         assert found == ([setting] if wanted else [])
 
 
-def test_a_wait_for_the_device_on_some_ranks_alone_is_refused_with_bpipe_only() -> None:
-    args: Any = SimpleNamespace(profile=True)
-    assert not [*refused_arguments(args, False, bpipe=False)]
-    [refusal] = refused_arguments(args, False, bpipe=True)
-    assert "--profile waits for the whole device" in refusal.why
+@pytest.mark.parametrize(("setting", "value"), [("profile", True), ("train_sync_interval", 5)])
+def test_a_wait_for_the_whole_device_is_refused_with_bpipe_only(setting: str, value: Any) -> None:
+    args: Any = SimpleNamespace(**{setting: value})
+    for in_place in (False, True):
+        assert not [*refused_arguments(args, in_place, bpipe=False)]
+        [refusal] = refused_arguments(args, in_place, bpipe=True)
+        assert f"--{setting.replace('_', '-')}" in refusal.why
+        assert "waits for the whole device" in refusal.why
 
 
 def test_what_joins_all_stages_at_an_interval_is_not_refused() -> None:

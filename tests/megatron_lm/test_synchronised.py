@@ -17,8 +17,9 @@ TIMERS = ("--timing-log-level", "2")
     [
         pytest.param("PP2", ("--evenpipe-schedule", "1f1b"), TIMERS, id="1f1b"),
         pytest.param("PP4", ("--evenpipe-schedule", "kfkb", "--group-size", "2", "--bpipe"), TIMERS, id="2F2B, BPipe"),
-        # Its timers are refused; so it is synchronised before every step.
+        # Timers interrupt its stream; so it is synchronised before every step.
         pytest.param("PP4", ("--evenpipe-schedule", "2bw", "--bpipe"), (), id="2bw, BPipe"),
+        pytest.param("PP2", ("--evenpipe-schedule", "2bw", "--train-sync-interval", "1"), (), id="2bw, each batch"),
     ],
 )
 def test_what_synchronises_changes_nothing(megatron_lm, stages, ours, timers):

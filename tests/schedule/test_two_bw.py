@@ -17,6 +17,7 @@ from evenpipe.schedule import (
     SWAP_IN,
     SWAP_OUT,
     Action,
+    Link,
     Message,
     ScheduleError,
     Stream,
@@ -268,6 +269,16 @@ def test_without_bpipe_nothing_is_owed_but_to_receive_what_neighbours_have_sent(
     owed = [step for stage in range(4) for batch in range(3) for step in stream.owed(stage, batch)]
     assert owed
     assert all(step.post and step.transfer is None for step in owed)
+
+
+@pytest.mark.parametrize("name", ["2bw", "paci"])
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 4), (4, 8), (8, 9)])
+def test_without_bpipe_each_stage_may_wait_for_its_device_between_batches(name, p, m):
+    """Only the stage after it owes it something: so the last one waits for none, and each other for the next."""
+    stream = Stream(find(name), p, m)
+    for stage in range(p):
+        for step in stream.owed(stage, 3):
+            assert {message.link for message in step.post} == {Link("forward", stage - 1, stage)}
 
 
 def test_a_call_far_along_is_an_early_one_moved():

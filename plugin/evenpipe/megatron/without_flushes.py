@@ -64,7 +64,6 @@ _NEEDED: Final[Mapping[str, str]] = {
 _TWO_BATCHES: Final = "records the micro-batches that an iteration forwards, some of which are the next batch's"
 _BOTH_OF_ARGUMENTS: Final[Mapping[str, str]] = {
     "adlr_autoresume": "joins all stages to ask whether to stop: use --exit-signal-handler",
-    "train_sync_interval": "waits for what a stage is yet to receive",
     "save_wgrads_interval": "reads whole gradients of all replicas between batch and step, which are not there then",
     "save_dgrads_interval": _TWO_BATCHES,
     "save_activations_interval": _TWO_BATCHES,
@@ -85,6 +84,7 @@ _AMID: Final = "while partners are amid transfers"
 _WITH_BPIPE: Final[Mapping[str, str]] = {
     "async_save": f"asks all ranks in every iteration whether it is done, {_AMID}",
     "profile": f"waits for the whole device where it begins and ends, {_AMID}",
+    "train_sync_interval": f"waits for the whole device at each interval, {_AMID}",
     "distributed_timeout_seconds_after_init": f"waits for the whole device after the first iteration, {_AMID}",
     "empty_unused_memory_level": f"waits for the whole device in every iteration, {_AMID}",
 }
