@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenpipe.runtime.recomputed_layers import recomputing_layers, stateless
@@ -32,8 +33,8 @@ class SwapTuning:
 
     optimizer: of this stage's parameters, whose state counts against memory_gib, what a process may hold; a GPU's
     memory if left out. state: what `state_dict` gave in a run of the same model and batches; that of another cap or
-    schedule is left, with a line. All ranks of all replicas make it alike, before the first batch. Raises ValueError,
-    and `step` ScheduleError, one line, where nothing keeps a stage under the cap.
+    schedule is left, with a line. Rank 0's counts for all. All ranks of all replicas make it alike and together, before
+    the first batch. Raises ValueError, and `step` ScheduleError, one line, where nothing keeps a stage under the cap.
     """
 
     def __init__(
@@ -71,6 +72,9 @@ class SwapTuning:
             "partners": bool(pipeline.program.pairs),
             "limit_bytes": self._limit_bytes,
         }
+        given = [state]
+        dist.broadcast_object_list(given, src=0)  # ranks that go by different plans would wait for each other
+        [state] = given
         if state is not None and self._settings.items() <= state.items():
             self.loop.load_state_dict(state)
             print_once("swap auto: trains by the plan that was saved")

@@ -54,6 +54,8 @@ class SwapLoop:
         self._programs: dict[tuple[Size, tuple[Way, ...], Queues], Program] = {}
         self._said_exceeded = False
         self._own = 0
+        self._executor: Executor | None = None
+        self._ways: tuple[Way, ...] = ()  # of the batch before; none of one that is measured
         self._way: Way | None = None  # that the limit counts with
         self._watches: tuple[LayerWatch, PartWatch] | None = None
 
@@ -66,16 +68,20 @@ class SwapLoop:
         """Before anything of a batch of this size: see whether it is measured."""
         if self._stages and self._measured[0] == 1 < size.micro_batches:
             self._log(f"measures a batch of {size.micro_batches} micro-batches: one alone did not show what more save")
-            self._stages, self._way = [], None
-            self._found.clear()
-            self.limit.forget()
+            self.forget()
+
+    def forget(self) -> None:
+        """Between batches, on all ranks alike: there is no plan, and the next batch is measured."""
+        self._stages, self._way = [], None
+        self._found.clear()
+        self.limit.forget()
 
     def begin(self, executor: Executor, layers: Sequence[Sequence[nn.Module]], repeats: bool = True) -> None:
         """Before a batch: `layers` can be recomputed, by model chunk, from the first on.
 
         `repeats` as in `LayerWatch`.
         """
-        self._own = executor.stage_index
+        self._own, self._executor = executor.stage_index, executor
         if self._stages or self._watches is not None:
             return
         watch = PartWatch(executor.observer)
@@ -102,13 +108,17 @@ class SwapLoop:
         return self._found[size]
 
     def layers(self, plain: Programs, size: Size) -> list[int]:
-        """Return how many layers of each chunk, from the first on, this stage recomputes in the next batch.
+        """Right before a batch: return how many layers of each chunk, from the first on, this stage recomputes in it.
 
         Raises as `program` does.
         """
+        ways = self.ways(plain, size) if self._stages else ()
+        if ways != self._ways and self._executor is not None:
+            self._executor.forget_sizes()  # of other guests, or more, than the plan for this batch counts
+        self._ways = ways
         if not self._stages:
             return [0] * size.chunks
-        way = self.ways(plain, size)[self._own]
+        way = ways[self._own]
         if way != self._way:
             self._expect(way)
         return [min(way.layers, len(able)) for able in self._stages[self._own].layers]
