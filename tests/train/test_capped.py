@@ -78,6 +78,14 @@ def test_stages_send_to_their_partners_where_copies_are_slow_and_nothing_can_be_
         assert max(held for held, _ in found["0.85"]["counted"][1:]) <= 1.02 * 0.85 * found["peak"]
 
 
+def test_a_stage_that_sends_to_its_partner_says_once_that_it_is_over_its_cap(ranks: list[dict[str, Any]]) -> None:
+    said = [[line for line in rank["grown"]["remarks"] if "over its cap" in line] for rank in ranks]
+    assert re.match(r"stage 0 is over its cap, with all at its partner that its plan lets leave: ", said[0][0])
+    assert len(said[0]) == 1
+    for rank in ranks:
+        assert not any("over its cap" in line for line in rank[PARTNERS]["0.85"]["remarks"])
+
+
 def test_memory_for_guests_is_given_back_when_another_plan_has_none(ranks: list[dict[str, Any]]) -> None:
     for stage, rank in enumerate(ranks):
         found, plain = rank["another plan"], rank[PARTNERS][""]

@@ -15,7 +15,7 @@ from evenpipe.runtime.timing import sending_gbps
 from evenpipe.schedule import LEVELS, Program, Programs, Queues, Schedule, ScheduleError, Size, swapping_at
 from evenpipe.schedule.swap_room import Saved, SwapRoom
 from evenpipe.simulate import simulate
-from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of, planned, program_of
+from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of, planned, program_of, traded_peak_bytes
 from evenpipe.tuner.layer_watch import LayerWatch
 from evenpipe.tuner.links import decided_by_rank_0
 from evenpipe.tuner.part_watch import PartWatch
@@ -53,6 +53,7 @@ class SwapLoop:
         self._found: dict[Size, tuple[Way, ...]] = {}
         self._programs: dict[tuple[Size, tuple[Way, ...], Queues], Program] = {}
         self._said_exceeded = False
+        self._looked: dict[int, Saved] | None = None  # of a stage that moves micro-batches: for what it was weighed
         self._own = 0
         self._executor: Executor | None = None
         self._ways: tuple[Way, ...] = ()  # of the batch before; none of one that is measured
@@ -131,12 +132,24 @@ class SwapLoop:
             self._measured = size.micro_batches, self._gathered(executor, size, known)
             self._stages = self._of_measured(size.chunks)
             self.ways(plain, size)
-        elif self.limit.is_exceeded and not self._said_exceeded:
+        elif not self._said_exceeded and (self.limit.is_exceeded or self._trades_too_much(plain, size)):
             self._said_exceeded = True
+            there = "at its partner" if self.ways(plain, size)[self._own].bound else "on the host"
             executor.observer.remark(
-                f"stage {executor.stage_index} is over its cap, with all on the host that its plan lets leave: "
+                f"stage {executor.stage_index} is over its cap, with all {there} that its plan lets leave: "
                 "micro-batches save more than those of the first batch: give more memory"
             )
+
+    def _trades_too_much(self, plain: Programs, size: Size) -> bool:
+        """Return whether this stage moves micro-batches, and holds more than its cap: they have grown since planned."""
+        ways = self.ways(plain, size)
+        if not ways[self._own].bound or self._looked == self.limit.saved:
+            return False
+        self._looked = dict(self.limit.saved)
+        again = [stage.recomputing(way.layers) for stage, way in zip(self._stages, ways, strict=True)]
+        saved = [self._looked if stage == self._own else one.saved for stage, one in enumerate(again)]
+        held = traded_peak_bytes(self._own, self.program(plain, size).schedule, saved)
+        return held > again[self._own].limit_bytes
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what a run needs to train by the same plan, as JSON has it; None before there is one.
@@ -167,7 +180,7 @@ class SwapLoop:
         stage = self._stages[self._own].recomputing(way.layers)
         # A copy: this stage's grows with larger micro-batches, and all ranks decide by the same numbers.
         self.limit.limit_bytes, self.limit.saved = None if way.bound else stage.limit_bytes, dict(stage.saved)
-        self._way = way
+        self._way, self._looked = way, None
 
     def _gathered(self, executor: Executor, size: Size, room: Room) -> list[list[float]]:
         """Return all stages' rows of bytes held, savings and times: of replicas and shards the highest numbers.
