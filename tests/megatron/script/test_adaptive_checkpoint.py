@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 
-from evenpipe.megatron_lm.measured import TUNED
+from evenpipe.megatron_lm.measured import TUNED, training_for
+from evenpipe.settings.config import EvenPipeConfig
 
 BESIDE, INSIDE = ".evenpipe_tuner/0000007.json", "iter_0000007/evenpipe_tuner.json"
 LIMIT = 1 << 30
+SIZES = {"virtual_pipeline_model_parallel_size": None}
 STATE = {
     "iteration": 7,
     "limit_bytes": LIMIT,
@@ -90,6 +93,21 @@ def test_other_settings_tune_anew(one_rank, tmp_path, capsys, others, limit):
     TUNED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
     assert TUNED.resumed(megatrons(tmp_path, **others), limit) is None
     assert capsys.readouterr().out.endswith("has no tuner's state of these settings: tunes anew\n")
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"attention_backend": AttnBackend.unfused}, {"exp_avg_dtype": torch.bfloat16}, {"optimizer_cpu_offload": True}],
+)
+def test_a_plan_under_a_cap_is_of_one_attention_and_one_kind_of_optimizer(one_rank, tmp_path, capsys, others):
+    capped = training_for(
+        EvenPipeConfig.of(schedule="1f1b", swap="auto", memory_gib=1.0), megatrons(tmp_path, **SIZES), None, print
+    )._saved
+    usual = {**SIZES, "attention_backend": AttnBackend.auto, "exp_avg_dtype": torch.float32}
+    capped.save(megatrons(tmp_path, **usual), 7, str(tmp_path), STATE, lambda: None)
+    assert capped.resumed(megatrons(tmp_path, **usual), LIMIT) == STATE
+    assert capped.resumed(megatrons(tmp_path, **usual | others), LIMIT) is None
+    assert capsys.readouterr().out.endswith("has no plan for these settings: measures again\n")
 
 
 def test_another_iteration_or_none_has_no_state(one_rank, tmp_path, capsys):
