@@ -194,7 +194,8 @@ def planned(plain: Programs, size: Size, stages: Sequence[CappedStage]) -> Plan 
     own = Programs(plain.spec, queues=plain.queues)  # of many levels, none of which is kept
     alone = [ways_of(row, stage) for row, stage in zip(own(size).schedule.actions, stages, strict=True)]
     fewer = _COMPARED * size.stages
-    few = size if size.group_size > 1 or size.micro_batches <= fewer else size._replace(micro_batches=fewer)
+    only = size.group_size > 1 or plain.spec.table is not None  # a table is of its own size
+    few = size if only or size.micro_batches <= fewer else size._replace(micro_batches=fewer)
     steady = own(few).schedule.peak_live == own(size).schedule.peak_live
     pairs = [*_pairs_ways(own(few).schedule, plain, stages)] if steady else []
     beginnings = {*_beginnings(alone, pairs, stages)}
