@@ -40,7 +40,7 @@ def test_a_plan_that_was_saved_counts_from_the_first_batch_on_under_the_same_cap
     """Also where rank 0 alone has it."""
     lines = ranks[0]["resumed said"]
     assert lines[0] == "swap auto: trains by the plan that was saved"
-    assert lines[1] == "swap auto: what was saved is of another cap or schedule: measures again"
+    assert lines[1] == "swap auto: what was saved is of another cap, schedule or size: measures again"
     assert len(lines) == 3
     for rank in ranks:
         plain, before, peak = rank[RESUMED][""], rank[RESUMED]["0.9"], rank[RESUMED]["peak"]
