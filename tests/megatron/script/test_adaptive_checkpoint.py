@@ -119,11 +119,19 @@ def test_another_iteration_or_none_has_no_state(one_rank, tmp_path, capsys):
     assert capsys.readouterr().out == ""  # nothing was loaded
 
 
-def test_a_file_that_is_not_whole_tunes_anew(one_rank, tmp_path, capsys):
+@pytest.mark.parametrize("state", [None, {}, "half"], ids=["no state", "no limit", "not whole"])
+def test_a_file_that_is_not_whole_tunes_anew(one_rank, tmp_path, capsys, state):
     TUNED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
-    (tmp_path / INSIDE).write_text('{"format": "evenpipe.script_tu')
+    text = json.dumps(json.loads((tmp_path / INSIDE).read_text()) | {"state": state})
+    (tmp_path / INSIDE).write_text(text if state != "half" else text[:30])
     assert TUNED.resumed(megatrons(tmp_path), LIMIT) is None
     assert "tunes anew" in capsys.readouterr().out
+
+
+def test_a_file_of_something_else_tunes_anew(one_rank, tmp_path):
+    TUNED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
+    (tmp_path / INSIDE).write_text("[]")
+    assert TUNED.resumed(megatrons(tmp_path), LIMIT) is None
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_tuning(tmp_path, capsys):
