@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from evenpipe.schedule import GAINING, Link, Programs, Size, build, partner, swapping_at
+from evenpipe.schedule import GAINING, Link, Programs, Size, Spec, build, needs_of, partner, swapping_at
 from evenpipe.schedule.swap_room import Saved, SwapRoom
 from evenpipe.simulate import Costs, Wire, simulate
 from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of, planned, ways_of
@@ -91,6 +91,18 @@ def single_policies(model: Model, limit_bytes: float) -> dict[str, float]:
     if max(held) + max(model.saved) - model.left <= limit_bytes:
         found["full recomputation"] = simulate(plain, Costs(tuple(forward_ms), full_ms)).makespan_ms
     return found
+
+
+def test_a_table_of_many_micro_batches_is_planned_at_its_own_size() -> None:
+    model = MODELS["six stages"]._replace(micro_batches=30)
+    plain = Programs("1f1b")
+    schedule = plain(model.size).schedule
+    stages = [model.stage(number, 1200.0) for number in range(len(model.layers))]
+    named = planned(plain, model.size, stages)
+    table = planned(Programs(Spec.of(schedule, needs_of(schedule))), model.size, stages)
+    assert named is not None
+    assert table is not None
+    assert table.batch_ms == pytest.approx(named.batch_ms, rel=0.05)
 
 
 @pytest.mark.parametrize("name", MODELS)

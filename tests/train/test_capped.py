@@ -37,12 +37,13 @@ def test_stages_stay_under_a_cap_and_train_to_the_same_bits(ranks: list[dict[str
 
 
 def test_a_plan_that_was_saved_counts_from_the_first_batch_on_under_the_same_cap(ranks: list[dict[str, Any]]) -> None:
+    """Also where rank 0 alone has it."""
     lines = ranks[0]["resumed said"]
     assert lines[0] == "swap auto: trains by the plan that was saved"
-    assert lines[1] == "swap auto: what was saved is of another cap or schedule: measures again"
+    assert lines[1] == "swap auto: what was saved is of another cap, schedule or size: measures again"
     assert len(lines) == 3
     for rank in ranks:
-        plain, before, peak = rank[RESUMED][""], rank[RESUMED]["0.6"], rank[RESUMED]["peak"]
+        plain, before, peak = rank[RESUMED][""], rank[RESUMED]["0.9"], rank[RESUMED]["peak"]
         for name in ("resumed", "changed"):
             assert (rank[name]["losses"], rank[name]["weights"]) == (plain["losses"], plain["weights"])
         assert rank["resumed"]["counted"] == [before["counted"][-1]] * 3
@@ -75,6 +76,21 @@ def test_stages_send_to_their_partners_where_copies_are_slow_and_nothing_can_be_
         assert (found["0.85"]["evicted"] > 0) == (stage == 0)
         assert found["enough"]["evicted"] == 0
         assert max(held for held, _ in found["0.85"]["counted"][1:]) <= 1.02 * 0.85 * found["peak"]
+
+
+def test_a_stage_that_sends_to_its_partner_says_once_that_it_is_over_its_cap(ranks: list[dict[str, Any]]) -> None:
+    said = [[line for line in rank["grown"]["remarks"] if "over its cap" in line] for rank in ranks]
+    assert re.match(r"stage 0 is over its cap, with all at its partner that its plan lets leave: ", said[0][0])
+    assert len(said[0]) == 1
+    for rank in ranks:
+        assert not any("over its cap" in line for line in rank[PARTNERS]["0.85"]["remarks"])
+
+
+def test_memory_for_guests_is_given_back_when_another_plan_has_none(ranks: list[dict[str, Any]]) -> None:
+    for stage, rank in enumerate(ranks):
+        found, plain = rank["another plan"], rank[PARTNERS][""]
+        assert (found["losses"], found["weights"]) == (plain["losses"], plain["weights"])
+        assert [nbytes > 0 for nbytes in found["for guests"]] == [stage == 3, stage == 3, False]
 
 
 def test_what_the_first_batch_pinned_is_given_back(ranks: list[dict[str, Any]]) -> None:

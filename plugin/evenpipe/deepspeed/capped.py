@@ -84,6 +84,7 @@ class CappedEngine(MeasuringEngine):
             self.loop.load_state_dict(state)
             _say("trains by the plan that was saved")
         else:
+            self.loop.forget()
             _say("the checkpoint has no plan for these settings: measures again")
 
     @property

@@ -35,6 +35,12 @@ __all__ = ["TUNED", "MeasuredTraining", "measured_patches", "training_for"]
 
 #: What times and memory of parts depend on, beside the layout.
 _SETTINGS: Final = ("virtual_pipeline_model_parallel_size", "num_experts", "expert_model_parallel_size", "fp8")
+#: What a plan under a cap depends on beside: how much attention saves, and what gradients and the optimizer hold.
+_KINDS: Final = (
+    *("attention_backend", "use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction"),
+    *("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+    *("accumulate_allreduce_grads_in_fp32", "fp32_residual_connection"),
+)
 
 
 def _settings(args: Namespace) -> dict[str, Any]:
@@ -42,6 +48,11 @@ def _settings(args: Namespace) -> dict[str, Any]:
 
     names = (*_SETTINGS, "cuda_graph_impl", *RULED_OUT_BY)
     return {name: getattr(args, name, None) for name in names} | {"layout": layer_kinds(args)}
+
+
+def _capped_settings(args: Namespace) -> dict[str, Any]:
+    # JSON has no words for enumerations and types of numbers.
+    return _settings(args) | {name: str(getattr(args, name, None)) for name in _KINDS}
 
 
 def _placed_settings(args: Namespace) -> dict[str, Any]:
@@ -75,7 +86,7 @@ _CAPPED: Final = SavedState(
     "evenpipe_capped",
     "trains by the plan that was saved",
     "has no plan for these settings: measures again",
-    _settings,
+    _capped_settings,
 )
 
 
@@ -218,7 +229,7 @@ def training_for(
             tuning, config.spec, observer, connected=connected, group_size=config.group_size, bpipe=config.bpipe
         )
         ordered = {"schedule": config.spec.name, "group_size": config.group_size, "partners": config.bpipe}
-        saved = _CAPPED._replace(more=lambda args: _settings(args) | ordered)
+        saved = _CAPPED._replace(more=lambda args: _capped_settings(args) | ordered)
         return MeasuredTraining(config, args, saved, capped)
     if config.schedule == AUTO:
         from evenpipe.megatron.chosen import ChosenSchedule

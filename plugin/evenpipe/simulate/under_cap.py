@@ -33,7 +33,7 @@ from evenpipe.schedule.swap_room import Saved, SwapRoom
 from evenpipe.simulate.costs import Costs, Wire
 from evenpipe.simulate.simulator import simulate
 
-__all__ = ["CappedStage", "Layer", "Plan", "Way", "costs_of", "planned", "program_of", "ways_of"]
+__all__ = ["CappedStage", "Layer", "Plan", "Way", "costs_of", "planned", "program_of", "traded_peak_bytes", "ways_of"]
 
 #: Micro-batches for each stage by which ways are compared, and seconds in which one stage after another is changed.
 _COMPARED: Final = 4
@@ -194,7 +194,8 @@ def planned(plain: Programs, size: Size, stages: Sequence[CappedStage]) -> Plan 
     own = Programs(plain.spec, queues=plain.queues)  # of many levels, none of which is kept
     alone = [ways_of(row, stage) for row, stage in zip(own(size).schedule.actions, stages, strict=True)]
     fewer = _COMPARED * size.stages
-    few = size if size.group_size > 1 or size.micro_batches <= fewer else size._replace(micro_batches=fewer)
+    only = size.group_size > 1 or plain.spec.table is not None  # a table is of its own size
+    few = size if only or size.micro_batches <= fewer else size._replace(micro_batches=fewer)
     steady = own(few).schedule.peak_live == own(size).schedule.peak_live
     pairs = [*_pairs_ways(own(few).schedule, plain, stages)] if steady else []
     beginnings = {*_beginnings(alone, pairs, stages)}
@@ -327,11 +328,15 @@ def _least_layers(
     """Return how few layers of a stage have to be recomputed beside `layers` of others; None where all are too few."""
     for least in range(stages[stage].most_layers + 1):
         again = [one.recomputing({**layers, stage: least}.get(number, 0)) for number, one in enumerate(stages)]
-        parts = [_part(again[place.stage].saved[place.chunk]) for place in schedule.places.order]
-        once = sum(saved.once for saved in again[stage].saved.values())
-        if max(held_on(stage, schedule, parts)) + once <= again[stage].limit_bytes:
+        if traded_peak_bytes(stage, schedule, [one.saved for one in again]) <= again[stage].limit_bytes:
             return least
     return None
+
+
+def traded_peak_bytes(stage: int, schedule: Schedule, saved: Sequence[Mapping[int, Saved]]) -> float:
+    """Return the most bytes of micro-batches on a stage that moves some; `saved` is by stage, as layers recompute."""
+    parts = [_part(saved[place.stage][place.chunk]) for place in schedule.places.order]
+    return max(held_on(stage, schedule, parts)) + sum(of_chunk.once for of_chunk in saved[stage].values())
 
 
 def _part(saved: Saved) -> Part:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenpipe.runtime.recomputed_layers import recomputing_layers, stateless
@@ -31,9 +32,10 @@ class SwapTuning:
     that changes its buffers, such as running statistics.
 
     optimizer: of this stage's parameters, whose state counts against memory_gib, what a process may hold; a GPU's
-    memory if left out. state: what `state_dict` gave in a run of the same model and batches; that of another cap or
-    schedule is left, with a line. All ranks of all replicas make it alike, before the first batch. Raises ValueError,
-    and `step` ScheduleError, one line, where nothing keeps a stage under the cap.
+    memory if left out. state: what `state_dict` gave in a run of the same model and batches; that of another cap,
+    schedule or size is left, with a line. Rank 0's counts for all. All ranks of all replicas make it alike and
+    together, before the first batch. Raises ValueError, and `step` ScheduleError, one line, where nothing keeps a stage
+    under the cap.
     """
 
     def __init__(
@@ -71,11 +73,14 @@ class SwapTuning:
             "partners": bool(pipeline.program.pairs),
             "limit_bytes": self._limit_bytes,
         }
+        given = [state]
+        dist.broadcast_object_list(given, src=0)  # ranks that go by different plans would wait for each other
+        [state] = given
         if state is not None and self._settings.items() <= state.items():
             self.loop.load_state_dict(state)
             print_once("swap auto: trains by the plan that was saved")
         elif state is not None:
-            print_once("swap auto: what was saved is of another cap or schedule: measures again")
+            print_once("swap auto: what was saved is of another cap, schedule or size: measures again")
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what a run needs to train by the same plan, as JSON has it; None before there is one."""

@@ -15,7 +15,7 @@ from evenpipe.runtime.timing import sending_gbps
 from evenpipe.schedule import LEVELS, Program, Programs, Queues, Schedule, ScheduleError, Size, swapping_at
 from evenpipe.schedule.swap_room import Saved, SwapRoom
 from evenpipe.simulate import simulate
-from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of, planned, program_of
+from evenpipe.simulate.under_cap import CappedStage, Layer, Way, costs_of, planned, program_of, traded_peak_bytes
 from evenpipe.tuner.layer_watch import LayerWatch
 from evenpipe.tuner.links import decided_by_rank_0
 from evenpipe.tuner.part_watch import PartWatch
@@ -53,7 +53,10 @@ class SwapLoop:
         self._found: dict[Size, tuple[Way, ...]] = {}
         self._programs: dict[tuple[Size, tuple[Way, ...], Queues], Program] = {}
         self._said_exceeded = False
+        self._looked: dict[int, Saved] | None = None  # of a stage that moves micro-batches: for what it was weighed
         self._own = 0
+        self._executor: Executor | None = None
+        self._ways: tuple[Way, ...] = ()  # of the batch before; none of one that is measured
         self._way: Way | None = None  # that the limit counts with
         self._watches: tuple[LayerWatch, PartWatch] | None = None
 
@@ -66,16 +69,20 @@ class SwapLoop:
         """Before anything of a batch of this size: see whether it is measured."""
         if self._stages and self._measured[0] == 1 < size.micro_batches:
             self._log(f"measures a batch of {size.micro_batches} micro-batches: one alone did not show what more save")
-            self._stages, self._way = [], None
-            self._found.clear()
-            self.limit.forget()
+            self.forget()
+
+    def forget(self) -> None:
+        """Between batches, on all ranks alike: there is no plan, and the next batch is measured."""
+        self._stages, self._way = [], None
+        self._found.clear()
+        self.limit.forget()
 
     def begin(self, executor: Executor, layers: Sequence[Sequence[nn.Module]], repeats: bool = True) -> None:
         """Before a batch: `layers` can be recomputed, by model chunk, from the first on.
 
         `repeats` as in `LayerWatch`.
         """
-        self._own = executor.stage_index
+        self._own, self._executor = executor.stage_index, executor
         if self._stages or self._watches is not None:
             return
         watch = PartWatch(executor.observer)
@@ -102,13 +109,17 @@ class SwapLoop:
         return self._found[size]
 
     def layers(self, plain: Programs, size: Size) -> list[int]:
-        """Return how many layers of each chunk, from the first on, this stage recomputes in the next batch.
+        """Right before a batch: return how many layers of each chunk, from the first on, this stage recomputes in it.
 
         Raises as `program` does.
         """
+        ways = self.ways(plain, size) if self._stages else ()
+        if ways != self._ways and self._executor is not None:
+            self._executor.forget_sizes()  # of other guests, or more, than the plan for this batch counts
+        self._ways = ways
         if not self._stages:
             return [0] * size.chunks
-        way = self.ways(plain, size)[self._own]
+        way = ways[self._own]
         if way != self._way:
             self._expect(way)
         return [min(way.layers, len(able)) for able in self._stages[self._own].layers]
@@ -121,12 +132,24 @@ class SwapLoop:
             self._measured = size.micro_batches, self._gathered(executor, size, known)
             self._stages = self._of_measured(size.chunks)
             self.ways(plain, size)
-        elif self.limit.is_exceeded and not self._said_exceeded:
+        elif not self._said_exceeded and (self.limit.is_exceeded or self._trades_too_much(plain, size)):
             self._said_exceeded = True
+            there = "at its partner" if self.ways(plain, size)[self._own].bound else "on the host"
             executor.observer.remark(
-                f"stage {executor.stage_index} is over its cap, with all on the host that its plan lets leave: "
+                f"stage {executor.stage_index} is over its cap, with all {there} that its plan lets leave: "
                 "micro-batches save more than those of the first batch: give more memory"
             )
+
+    def _trades_too_much(self, plain: Programs, size: Size) -> bool:
+        """Return whether this stage moves micro-batches, and holds more than its cap: they have grown since planned."""
+        ways = self.ways(plain, size)
+        if not ways[self._own].bound or self._looked == self.limit.saved:
+            return False
+        self._looked = dict(self.limit.saved)
+        again = [stage.recomputing(way.layers) for stage, way in zip(self._stages, ways, strict=True)]
+        saved = [self._looked if stage == self._own else one.saved for stage, one in enumerate(again)]
+        held = traded_peak_bytes(self._own, self.program(plain, size).schedule, saved)
+        return held > again[self._own].limit_bytes
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what a run needs to train by the same plan, as JSON has it; None before there is one.
@@ -157,7 +180,7 @@ class SwapLoop:
         stage = self._stages[self._own].recomputing(way.layers)
         # A copy: this stage's grows with larger micro-batches, and all ranks decide by the same numbers.
         self.limit.limit_bytes, self.limit.saved = None if way.bound else stage.limit_bytes, dict(stage.saved)
-        self._way = way
+        self._way, self._looked = way, None
 
     def _gathered(self, executor: Executor, size: Size, room: Room) -> list[list[float]]:
         """Return all stages' rows of bytes held, savings and times: of replicas and shards the highest numbers.

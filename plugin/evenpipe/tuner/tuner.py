@@ -198,8 +198,8 @@ def read_state(paths: Iterable[Path], settings: Mapping[str, Any], limit_bytes: 
             content = json.loads(path.read_text())
         except (OSError, ValueError):
             continue
-        if wanted.items() <= content.items() and content["state"]["limit_bytes"] == limit_bytes:
-            state: dict[str, Any] = content["state"]
+        state: Any = content.get("state") if isinstance(content, dict) else None
+        if isinstance(state, dict) and wanted.items() <= content.items() and state.get("limit_bytes") == limit_bytes:
             return state
     return None
 

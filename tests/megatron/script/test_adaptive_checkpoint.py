@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 
-from evenpipe.megatron_lm.measured import TUNED
+from evenpipe.megatron_lm.measured import TUNED, training_for
+from evenpipe.settings.config import EvenPipeConfig
 
 BESIDE, INSIDE = ".evenpipe_tuner/0000007.json", "iter_0000007/evenpipe_tuner.json"
 LIMIT = 1 << 30
+SIZES = {"virtual_pipeline_model_parallel_size": None}
 STATE = {
     "iteration": 7,
     "limit_bytes": LIMIT,
@@ -92,6 +95,21 @@ def test_other_settings_tune_anew(one_rank, tmp_path, capsys, others, limit):
     assert capsys.readouterr().out.endswith("has no tuner's state of these settings: tunes anew\n")
 
 
+@pytest.mark.parametrize(
+    "others",
+    [{"attention_backend": AttnBackend.unfused}, {"exp_avg_dtype": torch.bfloat16}, {"optimizer_cpu_offload": True}],
+)
+def test_a_plan_under_a_cap_is_of_one_attention_and_one_kind_of_optimizer(one_rank, tmp_path, capsys, others):
+    capped = training_for(
+        EvenPipeConfig.of(schedule="1f1b", swap="auto", memory_gib=1.0), megatrons(tmp_path, **SIZES), None, print
+    )._saved
+    usual = {**SIZES, "attention_backend": AttnBackend.auto, "exp_avg_dtype": torch.float32}
+    capped.save(megatrons(tmp_path, **usual), 7, str(tmp_path), STATE, lambda: None)
+    assert capped.resumed(megatrons(tmp_path, **usual), LIMIT) == STATE
+    assert capped.resumed(megatrons(tmp_path, **usual | others), LIMIT) is None
+    assert capsys.readouterr().out.endswith("has no plan for these settings: measures again\n")
+
+
 def test_another_iteration_or_none_has_no_state(one_rank, tmp_path, capsys):
     TUNED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
     assert TUNED.resumed(megatrons(tmp_path, 8), LIMIT) is None
@@ -101,11 +119,19 @@ def test_another_iteration_or_none_has_no_state(one_rank, tmp_path, capsys):
     assert capsys.readouterr().out == ""  # nothing was loaded
 
 
-def test_a_file_that_is_not_whole_tunes_anew(one_rank, tmp_path, capsys):
+@pytest.mark.parametrize("state", [None, {}, "half"], ids=["no state", "no limit", "not whole"])
+def test_a_file_that_is_not_whole_tunes_anew(one_rank, tmp_path, capsys, state):
     TUNED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
-    (tmp_path / INSIDE).write_text('{"format": "evenpipe.script_tu')
+    text = json.dumps(json.loads((tmp_path / INSIDE).read_text()) | {"state": state})
+    (tmp_path / INSIDE).write_text(text if state != "half" else text[:30])
     assert TUNED.resumed(megatrons(tmp_path), LIMIT) is None
     assert "tunes anew" in capsys.readouterr().out
+
+
+def test_a_file_of_something_else_tunes_anew(one_rank, tmp_path):
+    TUNED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
+    (tmp_path / INSIDE).write_text("[]")
+    assert TUNED.resumed(megatrons(tmp_path), LIMIT) is None
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_tuning(tmp_path, capsys):
