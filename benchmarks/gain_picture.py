@@ -22,7 +22,8 @@ def draw(path: Path, results: dict[str, dict[str, Any]]) -> None:
     memory, speed = figure.subplots(1, 2, width_ratios=[1.25, 1])
     _memory(memory, max(results["memory"]["results"], key=lambda row: row["stages"]))
     of_network = {row["case"]: row for row in results["preempted_network"]["results"]}
-    _speed(speed, max(results["bubbles"]["results"], key=lambda row: row["stages"]), of_network["half"])
+    network = results["preempted_network"]["settings"] | of_network["half"]
+    _speed(speed, max(results["bubbles"]["results"], key=lambda row: row["stages"]), network)
     figure.savefig(path)
 
 
@@ -36,22 +37,27 @@ def _memory(axes: Axes, row: dict[str, Any]) -> None:
     axes.set_xticks(stages, [f"stage {stage}" for stage in stages], fontsize=7)
     axes.legend(frameon=False, fontsize=8, loc="upper right")
     axes.set_ylabel("MiB", fontsize=8, color=_TEXT)
-    _finish(axes, "Saved activations: less on the first stages", f"a small GPT, {row['micro_batches']} micro-batches")
+    _finish(axes, "Saved activations: less on the first stages", f"a small GPT, {_sizes(row)}")
 
 
 def _speed(axes: Axes, row: dict[str, Any], network: dict[str, Any]) -> None:
-    """Draw samples a second, 1F1B = 1; kFkB's on a slow network, the others' with few micro-batches."""
+    """Draw samples a second, each over 1F1B in the same conditions, which stand under its bar."""
+    few = _sizes(row)
     bars = {
         "1F1B": 1.0,
-        "kfkb, k = 2\n(slow network)": network["k2_speed_up"],
-        "zb-h1": row["zb-h1_speed_up"],
-        "2bw": row["2bw_speed_up"],
+        f"kfkb, k = 2\n{_sizes(network)}\n{network['mbit']} Mbit/s (slow)": network["k2_speed_up"],
+        f"zb-h1\n{few}": row["zb-h1_speed_up"],
+        f"2bw\n{few}": row["2bw_speed_up"],
     }
     drawn = axes.bar(list(bars), list(bars.values()), 0.6, color=[_BEFORE, *[_AFTER] * 3])
     axes.bar_label(drawn, [f"× {value:.2f}" for value in bars.values()], fontsize=8, color=_TEXT)
     axes.tick_params(axis="x", labelsize=7)
-    where = f"emulated, {row['stages']} stages, {row['micro_batches']} micro-batches; kfkb: {network['mbit']} Mbit/s"
-    _finish(axes, "Samples a second, 1F1B = 1", where)
+    conditions = "compute is emulated; p: stages, m: micro-batches"
+    _finish(axes, "Samples a second, 1F1B in the same conditions = 1", conditions)
+
+
+def _sizes(row: dict[str, Any]) -> str:
+    return f"p = {row['stages']}, m = {row['micro_batches']}"
 
 
 def _finish(axes: Axes, title: str, condition: str) -> None:

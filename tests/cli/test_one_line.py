@@ -32,6 +32,12 @@ FILES = {
     "tab.yaml": b"models:\n\t- x",
     "tag.yaml": b"models: !!python/object/apply:os.system ['ls']",
     "twice.txt": b"F0 F0 B0\nF0 B0 B0\n",
+    "list.json": b"[1, 2]",
+    "other.json": b'{"optimizer": {}}',
+    "a-bridge.json": b"""{"model": {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 5, "seq_length": 64,
+        "vocab_size": 99}, "train": {"micro_batch_size": 1, "global_batch_size": 8}}""",
+    "odd.json": b"""{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 5, "num_hidden_layers": 2,
+        "vocab_size": 9, "intermediate_size": 99, "max_position_embeddings": 64}""",
     "rank.json": b'{"train_batch_size": 8, "evenpipe": 3}',
 }
 #: What each command takes.
@@ -45,6 +51,9 @@ GOOD = {
     "recipe": "recipe gpt --model gpt3-13b --cluster 1x8-a100-80gb --framework megatron --launcher torchrun --out out",
     "partition": "partition --model gpt2-large --small --stages 2",
     "train": "train --stages 2 --layers 2",
+    "estimate-hf": "estimate --cluster 1x8-a100-80gb --global-batch-size 32 --hf",
+    "fit-gpt": "fit -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8 --hidden-size 64 "
+    "--num-attention-heads 4 --seq-length 64 --vocab-size 99 --pipeline-model-parallel-size 4",
 }
 #: What is added, and what the line says of it.
 BAD = """
@@ -202,6 +211,20 @@ fit -- torchrun pretrain_gpt.py --num-layers four | --num-layers: 'four' is no w
 fit -- torchrun pretrain_gpt.py --num-layers | --num-layers: expected one argument
 fit -- deepspeed train.py | train.py: --deepspeed_config: not given
 fit ds.json --model gpt3-13b | ds.json: does not say what the stages of PipelineModule are: give --stages
+fit list.json --model gpt3-13b | list.json: is no object: name a configuration of DeepSpeed's, or one that
+fit other.json --model gpt3-13b | other.json: is no configuration of DeepSpeed's: add one of gradient_accumulation
+fit -- deepspeed train.py --deepspeed_config list.json | list.json: is no object: name
+fit -- deepspeed train.py --deepspeed_config other.json | other.json: is no configuration of DeepSpeed's
+fit -- torchrun --nproc-per-node eight pretrain_gpt.py | --nproc-per-node eight: is no number that torchrun takes
+fit -- torchrun --nproc_per_node=0 pretrain_gpt.py | --nproc-per-node 0: is no number that torchrun takes: give a whole
+fit -- torchrun --nnodes two --nproc-per-node 8 pretrain_gpt.py | --nnodes two: is no number that torchrun takes
+fit-gpt --micro-batch-size -1 | --micro-batch-size -1: must be at least 1
+fit-gpt --num-attention-heads 5 | pretrain_gpt.py: --hidden-size 64 does not divide by --num-attention-heads 5: correct
+fit-gpt --num-attention-heads 5 | correct one, or add --kv-channels
+fit-gpt --group-query-attention --num-query-groups 3 | --num-attention-heads 4: not divisible by --num-query-groups 3
+fit-gpt --num-layers 0 | the flags: --num-layers: must be greater than or equal to 1
+fit a-bridge.json | error: a-bridge.json: hidden_size=64 does not divide by num_attention_heads=5
+estimate-hf odd.json | hidden_size=64 does not divide by num_attention_heads=5: correct one, or add head_dim
 fit ds.json --modle gpt3-13b | --modle: unknown option, did you mean --model?
 fit --take stok -- torchrun pretrain_gpt.py | --take stok: unknown, did you mean stock?
 """

@@ -280,7 +280,7 @@ def test_what_is_not_described_is_told(more: dict[str, Any], tokens: int, said: 
         ({**LLAMA, "hidden_size": None}, "has no hidden_size: add it"),
         ({**LLAMA, "hidden_size": "4096"}, "hidden_size: '4096' is no whole number from 1 to 10,000,000"),
         ({**LLAMA, "num_hidden_layers": True}, "num_hidden_layers: True is no whole number"),
-        ({**LLAMA, "hidden_size": 4097}, "hidden=4097 does not divide by heads=32"),
+        ({**LLAMA, "hidden_size": 4097}, "hidden_size=4097 does not divide by num_attention_heads=32"),
         ({**LLAMA, "layer_types": ["linear_attention"]}, "layer_types: has 'linear_attention', which the planner does"),
         ({**LLAMA, "layer_types": 3}, "layer_types: 3 is no list"),
         ({**LLAMA, "tie_word_embeddings": "no"}, "tie_word_embeddings: 'no' is neither true nor false"),

@@ -177,7 +177,7 @@ def test_attention(given: dict[str, Any], kind: str) -> None:
         ({"hidden_size": None}, "--hidden-size: not given"),
         ({"padded_vocab_size": None}, "--vocab-size: not given"),
         ({"hybrid_layer_pattern": "M*M*"}, "--hybrid-layer-pattern: estimates are of GPT and BERT"),
-        ({"num_attention_heads": 7}, "the flags: own.*: hidden=9984 does not divide by heads=7"),
+        ({"num_attention_heads": 7}, "the flags: own.*: --hidden-size 9984 does not divide by --num-attention-heads 7"),
         ({"num_experts": 8, "moe_layer_freq": "[1]*4"}, "--moe-layer-freq: 4 entries for 80 layers"),
     ],
 )

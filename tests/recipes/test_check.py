@@ -79,7 +79,7 @@ EDITED = [
     ("--global-batch-size 128", "--global-batch-size 127", "--global-batch-size 127: is no multiple of 2"),
     ("--tensor-model-parallel-size 4", "--tensor-model-parallel-size 3", "into which 32 do not divide"),
     ("--pipeline-model-parallel-size 8", "--pipeline-model-parallel-size 16", "into which 32 do not divide"),
-    ("--num-attention-heads 104", "--num-attention-heads 103", "heads=103"),
+    ("--num-attention-heads 104", "--num-attention-heads 103", "--num-attention-heads 103"),
     ("--evenpipe-schedule 1f1b", "--evenpipe-schedule 1f2b", "--evenpipe-schedule"),
     ("--evenpipe-schedule 1f1b", "--evenpipe-schedule 1f1b --group-size 2", "only --evenpipe-schedule kfkb"),
     ("--evenpipe-schedule 1f1b --bpipe", "--evenpipe-schedule gpipe --bpipe", "nothing to level"),

@@ -29,7 +29,16 @@ from evenpipe.fitting import (
     source_of_line,
     source_of_path,
 )
-from evenpipe.fitting.deepspeed import ENGINE, NAMES, configuration_in, configured, fitted, in_deepspeed, with_changes
+from evenpipe.fitting.deepspeed import (
+    ENGINE,
+    NAMES,
+    configuration_in,
+    configured,
+    fitted,
+    in_deepspeed,
+    no_configuration,
+    with_changes,
+)
 from evenpipe.fitting.moves import SHORT, Aspect
 from evenpipe.planner.uncertainty import Uncertainty
 from evenpipe.recipes.line import read_line
@@ -135,9 +144,11 @@ def _run(arguments: Namespace) -> None:
         if (path := _configuration(words)) is not None and (values := configuration_in(path)) is not None:
             _run_deepspeed(arguments, path, values)
             return
+        given = [name for name in _OF_DEEPSPEED if getattr(arguments, name) is not None]
+        if path is not None and (given or words[1:]):
+            raise no_configuration(path)
     except FitError as error:
         raise UsageError(str(error)) from error
-    given = [name for name in _OF_DEEPSPEED if getattr(arguments, name) is not None]
     if given:
         raise UsageError(f"--{given[0].replace('_', '-')}: is for DeepSpeed's JSON only: leave it out")
     _answer(arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Sequence
@@ -340,14 +339,12 @@ def _run(arguments: Namespace) -> None:
 def search_shown(command: str, question: Question, top: int, with_front: bool = False) -> Found:
     """Return what a search finds, with its progress on a terminal.
 
-    The time left is from the pace of runs and groups of them that were weighed; groups become runs, so it may grow.
+    No time left is shown: runs that wait take a simulation each or none at all, and nobody knows which before.
     """
     with progress(command, "weighs runs") as show_progress:
-        weighed = itertools.count()
 
         def told(simulated: int, left: int) -> None:
-            done = next(weighed)
-            show_progress(f"{simulated:,} runs simulated; weighed", done, done + left)
+            show_progress(f"{simulated:,} runs simulated, {left:,} to weigh")
 
         return search(question, top, told, with_front)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import yaml
@@ -243,20 +244,35 @@ def _parsed(text: str, where: str, room: str) -> Entries:
     }
 
 
-def described(kind: type[_Kind], name: str, said: Mapping[str, Any], where: str) -> _Kind:
-    """The description of these values. Raises DescriptionError with the file and the path of the key that is wrong."""
+def described(
+    kind: type[_Kind], name: str, said: Mapping[str, Any], where: str, spelled: Mapping[str, str] = MappingProxyType({})
+) -> _Kind:
+    """The description of these values. Raises DescriptionError with the file and the path of the key that is wrong.
+
+    spelled: what the user has in place of our keys: flags, or keys of another file.
+    """
     try:
         return kind.model_validate({**said, "name": name})
     except ValidationError as error:
         # A key that nobody reads is often the misspelled one that is missing.
         fault = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
         keys = [str(key) for key in fault["loc"]]
-        path = ".".join([name, *keys])
+        path = ".".join([name, *keys]) if ".".join(keys) not in spelled else spelled[".".join(keys)]
         if fault["type"] == "extra_forbidden":
             hint = nearest(keys[-1], _keys(kind, keys), _CLOSE)
             raise DescriptionError(f"{where}: {path}: unknown key, {hint}") from None
-        message = plain_message(fault)
+        message = _respelled(plain_message(fault), spelled)
         raise DescriptionError(f"{where}: {path}: {message[:1].lower()}{message[1:]}") from None
+
+
+def _respelled(message: str, spelled: Mapping[str, str]) -> str:
+    """Return the message with the user's words for our keys: hidden=64 may be --hidden-size 64."""
+
+    def word(found: re.Match[str]) -> str:
+        theirs = spelled.get(found[1], found[1])
+        return f"{theirs} " if found[2] and theirs.startswith("--") else f"{theirs}{found[2]}"
+
+    return re.sub(r"(?<![\w.])([a-z_]+(?:\.[a-z_]+)?)(=|$)", word, message)
 
 
 def _keys(kind: type[BaseModel], path: list[str]) -> list[str]:

@@ -111,7 +111,8 @@ def configured(path: Path, tokens: int | None = None) -> Model:
         said["experts"] = _experts(config, sizes["layers"], sizes["ffn"])
     if family.latent:
         said |= _latent(config)
-    found = described(Model, _name(file), said, str(file))
+    of_experts = {"experts.count": config.one_of(_COUNTS), "experts.chosen": config.one_of(_CHOSEN)}
+    found = described(Model, _name(file), said, str(file), {**family.sizes, **of_experts})
     found = found if tokens is None else found.of_sequence(tokens)
     return found.model_copy(update={"left_out": (*beside, *family.left_out, *_left_out(config, found))})
 
@@ -146,7 +147,11 @@ class _Config:
 
     def first(self, keys: tuple[str, ...]) -> int:
         """Return the size that one of the keys has."""
-        return self.size(next((key for key in keys if self(key) is not None), keys[0]))
+        return self.size(self.one_of(keys))
+
+    def one_of(self, keys: tuple[str, ...]) -> str:
+        """Return the key that there is."""
+        return next((key for key in keys if self(key) is not None), keys[0])
 
     def items(self, key: str) -> list[Any]:
         """Return a list; an empty one where it is missing."""

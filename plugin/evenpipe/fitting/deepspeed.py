@@ -32,7 +32,17 @@ from evenpipe.recipes.deepspeed import batch_of, precision_of
 from evenpipe.recipes.recipe import RecipeError
 from evenpipe.recipes.surroundings import expandable
 
-__all__ = ["ENGINE", "NAMES", "Configured", "configuration_in", "configured", "fitted", "in_deepspeed", "with_changes"]
+__all__ = [
+    "ENGINE",
+    "NAMES",
+    "Configured",
+    "configuration_in",
+    "configured",
+    "fitted",
+    "in_deepspeed",
+    "no_configuration",
+    "with_changes",
+]
 
 #: It recomputes whole layers, its topology has replicas before stages, and 2bw's must not divide layers.
 ENGINE: Final = Engine("DeepSpeed", OFFERS, ("none", "full"), ("replicas",), context=False, delayed_sharded=False)
@@ -76,7 +86,14 @@ def configuration_in(path: Path) -> dict[str, Any] | None:
         raise FitError(f"{path}: is no JSON: {error}") from None
     except RecursionError:
         raise FitError(f"{path}: is nested too deeply") from None
-    return found if isinstance(found, dict) and _KEYS & found.keys() else None
+    if not isinstance(found, dict):
+        raise FitError(f"{path}: is no object: name a configuration of DeepSpeed's, or one that Megatron-Bridge saved")
+    return found if _KEYS & found.keys() else None
+
+
+def no_configuration(path: Path) -> FitError:
+    """Return what to say of a file that is to be DeepSpeed's configuration, and is none."""
+    return FitError(f"{path}: is no configuration of DeepSpeed's: add one of {', '.join(sorted(_KEYS))}")
 
 
 def configured(

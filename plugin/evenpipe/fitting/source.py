@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,10 @@ _NEUTRAL_STARTS: Final = (
     *("--valid-data", "--test-data", "--tiktoken-", "--tokenizer-", "--sft-tokenizer-", "--ckpt-", "--profile"),
     *("--rerun-", "--ft-", "--override-"),
 )
+#: What torchrun takes; with $ or ? only a shell, or who wrote a recipe, knows the number.
+_UNKNOWN: Final = r".*[$?`].*"
+_NODES: Final = re.compile(rf"0*[1-9]\d*(:0*[1-9]\d*)?|{_UNKNOWN}", re.ASCII)
+_EACH: Final = re.compile(rf"0*[1-9]\d*|auto|[cghnx]pu|{_UNKNOWN}", re.ASCII)
 #: The least similarity of a misspelt flag to the flag that was meant: a letter or two differ.
 _SLIP: Final = 0.94
 
@@ -175,6 +180,8 @@ def _read(
         raise FitError(in_megatron(in_flags(error))) from error
     except (DescriptionError, FlagError, RecipeError) as error:
         wrong = in_megatron(str(error))
+        if sections is not None and isinstance(error, DescriptionError):
+            wrong = _in_keys(wrong)
         raise FitError(wrong if sections is None or name in wrong else f"{name}: {wrong}") from error
     said = {word.partition("=")[0] for word in line.flags}
     if vocabulary is None and not said & {"--vocab-size", "--padded-vocab-size"}:
@@ -184,6 +191,15 @@ def _read(
     if names := " ".join(filter(None, (_unread(word.partition("=")[0]) for word in found.unread))):
         notes.append(f"not read, so that what they change is not in these estimates: {names}")
     return Source(line, found, nodes, tuple(notes), given, sections)
+
+
+def _in_keys(line: str) -> str:
+    """Return the line with settings in place of the flags that say the same: hidden_size=64, not --hidden-size 64."""
+
+    def key(found: re.Match[str]) -> str:
+        return found[1].replace("-", "_") + "=" * bool(found[2])
+
+    return re.sub(r"--([a-z][a-z-]*[a-z])( (?=[0-9]))?", key, line.removeprefix("the flags: "))
 
 
 def _unread(flag: str) -> str:
@@ -222,10 +238,17 @@ def _named(name: str, line: Line, notes: list[str]) -> Cluster:
 
 
 def _sizes(line: Line) -> list[str]:
-    """Return how many nodes and processes a node the launcher starts; nothing if it does not say so in numbers."""
+    """Return how many nodes and processes a node the launcher starts; nothing if it does not say so in numbers.
+
+    Raises FitError for a word that torchrun would refuse.
+    """
     nodes = option(line.before, "--nnodes", default="1")
-    sizes = [nodes, option(line.before, "--nproc-per-node", "--nproc_per_node")]
-    return sizes if all(size.isdecimal() and int(size) for size in sizes) else []
+    each = option(line.before, "--nproc-per-node", "--nproc_per_node", default="auto")
+    for name, size, may_be in (("--nnodes", nodes, _NODES), ("--nproc-per-node", each, _EACH)):
+        if may_be.fullmatch(size) is None:
+            words = "MIN:MAX" if may_be is _NODES else "auto, gpu or cpu"
+            raise FitError(f"{name} {size}: is no number that torchrun takes: give a whole number above 0, or {words}")
+    return [nodes, each] if nodes.isdecimal() and each.isdecimal() else []
 
 
 def option(words: Sequence[str], *names: str, default: str = "") -> str:

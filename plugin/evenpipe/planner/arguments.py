@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from evenpipe.descriptions import Model, described
 from evenpipe.planner.features import add_features, features_of
+from evenpipe.planner.model_flags import MODEL_FLAGS
 from evenpipe.planner.run import Attention, Run
 from evenpipe.wording.parsing import in_plain_words
 
@@ -156,7 +157,6 @@ _NUMBERS: Final = (
     *("rotary-base", "rotary-percent", "norm-epsilon"),
 )
 
-
 #: Flags of models whose layers are not described.
 _UNDESCRIBED: Final = {
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
@@ -246,7 +246,7 @@ def model_of(args: Namespace, name: str, causal: bool = True) -> Model:
         said["experts"] = _experts(value)
     if value("multi_latent_attention", False):
         said |= {"key_value_heads": 0, "latent": _latent(value)}
-    return described(Model, name, said, "the flags")
+    return described(Model, name, said, "the flags", MODEL_FLAGS)
 
 
 def _window(value: Values) -> int:

@@ -58,7 +58,6 @@ def _wrong(run: Run, model: Model, cluster: Cluster) -> Iterator[str]:
 
 def _too_small(run: Run) -> Iterator[str]:
     sizes = {
-        "global_batch_size": run.global_batch,
         "tensor_parallel": run.tensor,
         "stages": run.stages,
         "data_parallel": run.data,
@@ -67,6 +66,7 @@ def _too_small(run: Run) -> Iterator[str]:
         "chunks": run.chunks,
         "micro_batch_size": run.micro_batch,
         "group_size": run.group_size,
+        "global_batch_size": run.global_batch,  # may have been derived from those before it
     }
     yield from (f"{option}={size}: must be at least 1" for option, size in sizes.items() if size < 1)
 

@@ -47,7 +47,7 @@ def described_by(
     args = _parser().parse_args(list(flags))
     said = {field: value for field, value in vars(args).items() if field in Model.model_fields}
     said["dropout"] = bool(args.dropout)
-    of = described(Model, name, said, "train.sh")
+    of = described(Model, name, said, "train.sh", {field: f"--{field.replace('_', '-')}" for field in said})
     if args.stages < 1 or gpus % args.stages:
         raise RecipeError(f"train.sh: --stages {args.stages}: {gpus} GPUs do not divide into them: change one of them")
     data = gpus // args.stages
