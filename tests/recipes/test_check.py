@@ -286,6 +286,12 @@ def test_bash_is_read_as_it_would_be_run():
     assert found.variables["D"] == "a b"
 
 
+@pytest.mark.parametrize("text", ["A=${B:-" + 5000 * "${C}" + "}", 5000 * "${A:-" + 5000 * "}"], ids=["wide", "deep"])
+def test_too_many_expansions_within_another_are_refused_in_a_line(text):
+    with pytest.raises(RecipeError, match=r"^train\.sh: has too many \$\{\.\.\.\} within another"):
+        read_script(f"A={text}\nevenpipe run\n", "train.sh")
+
+
 @pytest.mark.parametrize("text", ["A='x", 'A="x', "A=(x", "A=$(x", "A=${x", "A=`x", "echo evenpipe", ""])
 def test_what_is_not_closed_is_named_by_its_line(text):
     with pytest.raises(RecipeError, match=r"train\.sh"):

@@ -60,11 +60,11 @@ def needs() -> tuple[Need, ...]:
     """Return what each option needs, in the order of the file."""
     compiled = Environment(undefined=StrictUndefined).compile_expression
     rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return tuple(
-        Need(option, row["when"], row["otherwise"], compiled(row["met"], False), row.get("sizes", False))
-        for row in rows
-        for option in row["options"]
-    )
+    found: list[Need] = []
+    for row in rows:
+        options, met = row.pop("options"), compiled(row.pop("met"), False)
+        found += [Need(option, expression=met, **row) for option in options]
+    return tuple(found)
 
 
 def without_effect(given: Given, searched: bool = False) -> list[str]:

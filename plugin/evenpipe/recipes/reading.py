@@ -124,7 +124,10 @@ class Script:
 
 def read_script(text: str, name: str) -> Script:
     """Raises RecipeError, which names the line, where a quote or an array is not closed, and without a command."""
-    return _Reader(text, name).script()
+    try:
+        return _Reader(text, name).script()
+    except RecursionError:
+        raise RecipeError(f"{name}: has too many ${{...}} within another: write fewer of them") from None
 
 
 class _Reader:
