@@ -52,7 +52,7 @@ PARALLEL=(
 )
 # The schedule of the pipeline.
 EVENPIPE=(
-    --evenpipe-schedule kfkb --group-size 4
+    --evenpipe-schedule kfkb --group-size 3
 )
 # What is saved for the backward, and in which precision.
 MEMORY=(

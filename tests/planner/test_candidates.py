@@ -213,7 +213,9 @@ def groups_of(nodes: str) -> dict[int, list[int]]:
 def test_groups_grow_until_a_message_is_hidden_or_memory_is_full() -> None:
     """Ada-Grouper's memory-limit curve (§4.2): the larger micro-batches are, the smaller their largest group."""
     fast, slow = groups_of("4x8-a100-80gb"), groups_of("4x8-a100-80gb-25gbit")
-    assert set(map(tuple, fast.values())) == {(2,)}, "a message over InfiniBand is shorter than a forward"
+    # A message over InfiniBand is shorter than a forward, but uneven stages wait less for each other up to 4.
+    assert max(groups[-1] for groups in fast.values()) == 4
+    assert all(groups == list(range(2, 2 + len(groups))) for groups in fast.values())
     assert all(groups == list(range(2, 2 + len(groups))) for groups in slow.values())
     most = [groups[-1] for _, groups in sorted(slow.items())]
     assert most == sorted(most, reverse=True)

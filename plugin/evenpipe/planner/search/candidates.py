@@ -75,6 +75,8 @@ def products_of(question: Question, run: Run) -> Iterator[Family]:
 
 #: Micro-batches in a row that kFkB is tried with at most.
 _MOST_GROUPED: Final = 16
+#: And those that it is tried with though shorter ones hide a message: uneven stages wait less for each other then.
+_ALWAYS_GROUPED: Final = 4
 #: Model chunks of a stage up to which every number is tried, whatever it leaves over.
 _UNEVEN: Final = 8
 #: Fewest stages at which BPipe evicts anything (§3.3).
@@ -314,7 +316,7 @@ def _of_shape(question: Question, shape: Shape, group: int, numbers: Iterator[in
             over = same.hand_over(way.where, tried)
             ms = least_ms(parts, way.where, tried, over, split, stream, way.edges)
             ms += same.end_ms(parts, way.where, tried)
-        if "groups" in way.spec.needs and (nbytes > have or _hides(parts, over, way.size)):
+        if "groups" in way.spec.needs and (nbytes > have or _ends_groups(parts, over, way.size)):
             largest.add((way.spec.name, way.bpipe))
         yield Candidate(
             ms / run.global_batch * tried.iterations,
@@ -326,11 +328,13 @@ def _of_shape(question: Question, shape: Shape, group: int, numbers: Iterator[in
         )
 
 
-def _hides(parts: Sequence[PartCost], over: HandOver, size: Size) -> bool:
-    """Return whether a message is under way for no longer than the other forwards of a group take, on the mean.
+def _ends_groups(parts: Sequence[PartCost], over: HandOver, size: Size) -> bool:
+    """Return whether a message is under way for no longer than the other forwards of a large group take, on the mean.
 
     Then larger groups hide no more (Ada-Grouper §4.1). They hold more, so that with the first that does not fit the
     curve of its memory limit (§4.2) is at its end for that size of micro-batches.
     """
+    if size.group_size < _ALWAYS_GROUPED:
+        return False
     forward_ms = 1e3 * fmean(part.time.forward for part in parts)
     return over.latency_ms + over.transmit_ms <= (size.group_size - 1) * forward_ms
