@@ -23,9 +23,9 @@ from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph, trace, weightless
 from evenpipe.planner.counted_flops import model_flops
 from evenpipe.planner.estimate import Estimate, Estimator
-from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.schedule import Link, Programs
+from evenpipe.tuner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
 from evenpipe.tuner.tuner import Tuner
 
 __all__ = ["GROUPS", "figure_6", "figure_7", "figure_8", "figure_9", "figure_10"]

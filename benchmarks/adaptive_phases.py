@@ -16,8 +16,8 @@ from emulation import clock_ms
 from harness import Tick, progress_bar, run_in_processes
 from rich.table import Table
 
-from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
 from evenpipe.schedule import Programs
+from evenpipe.tuner.grouped import Candidate, GroupedSchedule, StageTimes
 from evenpipe.tuner.links import Ends, retune
 from evenpipe.tuner.tuner import Tuner
 

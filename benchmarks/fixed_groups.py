@@ -14,8 +14,8 @@ from emulation import clock_ms
 from harness import Tick, progress_bar, run_in_processes
 from rich.table import Table
 
-from evenpipe.planner.grouped import StageTimes, estimate_ms
 from evenpipe.schedule import Link, Program, Size, build
+from evenpipe.tuner.grouped import StageTimes, estimate_ms
 from evenpipe.tuner.links import Burst
 
 __all__ = ["CASES", "MICRO_BATCHES", "Case", "compute_of", "result", "run", "table"]

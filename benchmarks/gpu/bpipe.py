@@ -15,14 +15,14 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from evenpipe.planner.group_memory import peak_bytes
-from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import Programs, links, loop
 from evenpipe.train.engine import engine_module
 from evenpipe.train.machine import stage_memory
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.predict import predict
+from evenpipe.tuner.group_memory import peak_bytes
+from evenpipe.tuner.grouped import Candidate, GroupedSchedule
 
 from .rank import Rank
 from .training import evicting_group, options_of, train

@@ -18,8 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from train_tiny import MICRO_BATCH, Case, digest, engine_of, run
 
-from evenpipe.planner.grouped import Candidate
 from evenpipe.tuner import choosing
+from evenpipe.tuner.grouped import Candidate
 from evenpipe.tuner.searching import SearchLoop
 from evenpipe.tuner.tuner import Tuner
 from tests.even_times import even_times

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from evenpipe.planner.group_memory import Measured
-from evenpipe.planner.grouped import GroupedSchedule
 from evenpipe.runtime.connections import Connections, connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Link, Programs, links, loop
+from evenpipe.tuner.group_memory import Measured
+from evenpipe.tuner.grouped import GroupedSchedule
 from evenpipe.tuner.loop import AdaptiveLoop
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

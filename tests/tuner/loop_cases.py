@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from evenpipe.planner.group_memory import Measured, PlanError, divisors
-from evenpipe.planner.grouped import GroupedSchedule
+from evenpipe.planner.divisors import divisors
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Programs, links, loop
+from evenpipe.tuner.group_memory import Measured, PlanError
+from evenpipe.tuner.grouped import GroupedSchedule
 from evenpipe.tuner.loop import AdaptiveLoop
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

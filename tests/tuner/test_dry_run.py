@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from evenpipe.planner.group_memory import Measured
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import FORWARD, Kind, Schedule, Unit
 from evenpipe.tuner.dry_run import DryRun
+from evenpipe.tuner.group_memory import Measured
 
 STAGES = 3
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from evenpipe.planner.group_memory import Measured, PlanError, StageMemory, stage_memory
-from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
 from evenpipe.schedule import Programs
+from evenpipe.tuner.group_memory import Measured, PlanError, StageMemory, stage_memory
+from evenpipe.tuner.grouped import Candidate, GroupedSchedule, StageTimes
 from evenpipe.tuner.loop import Conditions, Explored, explore
 from evenpipe.tuner.tuner import Tuner
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from evenpipe.planner.group_memory import StageMemory
-from evenpipe.planner.grouped import GroupedSchedule
 from evenpipe.schedule import Programs, find
+from evenpipe.tuner.group_memory import StageMemory
+from evenpipe.tuner.grouped import GroupedSchedule
 from evenpipe.tuner.loop import Conditions
 
 STATES = Path(__file__).with_name("states")

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
 from evenpipe.schedule import Programs, links, loop
 from evenpipe.tuner import pace
+from evenpipe.tuner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
 from evenpipe.tuner.tuner import HYSTERESIS, Tuner, thinned_out
 
 STAGES = 4

@@ -12,12 +12,13 @@ from evenpipe.cli.progress import progress
 from evenpipe.cli.shown import console_of, in_runs, print_prose, print_table
 from evenpipe.cli.training import add_fields, options_from
 from evenpipe.cli.values import gibibytes, picture_file, sample_count, write
-from evenpipe.planner.group_memory import PlanError, StageMemory, candidates, divisors, peak_bytes
-from evenpipe.planner.grouped import Candidate, GroupedSchedule
+from evenpipe.planner.divisors import divisors
 from evenpipe.report.figures import Limit, draw_limit
 from evenpipe.schedule import Programs
 from evenpipe.train.machine import PlannedRun, ProfileError, stage_memory
 from evenpipe.train.options import TrainOptions
+from evenpipe.tuner.group_memory import PlanError, StageMemory, candidates, peak_bytes
+from evenpipe.tuner.grouped import Candidate, GroupedSchedule
 from evenpipe.upstream.installed import has_module
 
 __all__ = ["add_to"]

@@ -20,13 +20,13 @@ from evenpipe.layouts.written import StagePlan as LayoutStage
 from evenpipe.layouts.written import WrittenLayout
 from evenpipe.order_search.costs import RunCosts
 from evenpipe.partition.search.plan import Plan as Partition
-from evenpipe.planner.grouped import Candidate
 from evenpipe.planner.search.plan import Plan, StagePlan
 from evenpipe.planner.uncertainty import Uncertainty
 from evenpipe.report.bubbles import Wait
 from evenpipe.report.page.content import SimulationDocument
 from evenpipe.simulate.front import Point
 from evenpipe.train.result import StageMeasurement
+from evenpipe.tuner.grouped import Candidate
 from evenpipe.tuner.tuner import Retune
 from evenpipe.upstream.findings import Purpose
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.measuring import MeasuringEngine
 from evenpipe.deepspeed.section import NAME, SectionError
-from evenpipe.planner.group_memory import Measured, PlanError, divisors
-from evenpipe.planner.grouped import GroupedSchedule
+from evenpipe.planner.divisors import divisors
 from evenpipe.schedule import BACKWARD, FORWARD
+from evenpipe.tuner.group_memory import Measured, PlanError
+from evenpipe.tuner.grouped import GroupedSchedule
 from evenpipe.tuner.loop import AdaptiveLoop
 from evenpipe.tuner.part_watch import measured_by
 from evenpipe.tuner.samples import CutError, micro_batches_of

@@ -15,10 +15,10 @@ from evenpipe.megatron_lm.hooks import Training, save_patch, set_up_patch, with_
 from evenpipe.megatron_lm.log import say, say_on_last_rank
 from evenpipe.megatron_lm.partition import layer_kinds
 from evenpipe.megatron_lm.saved_state import SavedState
-from evenpipe.planner.group_memory import PlanError
 from evenpipe.schedule import AUTO, SEARCHED, ScheduleError
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import flag
+from evenpipe.tuner.group_memory import PlanError
 from evenpipe.tuner.process_memory import limit_bytes
 from evenpipe.tuner.samples import LossWeights, loader_of
 from evenpipe.upstream import PatchSet

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.schedule import BACKWARD, Programs, find
 from evenpipe.torch.pipeline import ModulePipeline
+from evenpipe.tuner.grouped import Candidate, GroupedSchedule
 from evenpipe.tuner.loop import AdaptiveLoop
 from evenpipe.tuner.part_watch import PartWatch, measured_by
 from evenpipe.tuner.process_memory import limit_bytes

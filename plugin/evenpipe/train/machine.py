@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from evenpipe.planner.group_memory import StageMemory
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.runtime.processes import ChildFailed, answer_of, free_bytes
 from evenpipe.schedule import links, loop
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.rules import RULES, device_type, fits_this_machine
+from evenpipe.tuner.group_memory import StageMemory
 
 __all__ = ["PlannedRun", "ProfileError", "check_memory", "check_room", "least_bytes", "stage_memories", "stage_memory"]
 

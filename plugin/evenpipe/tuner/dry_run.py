@@ -9,13 +9,13 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from evenpipe.planner.group_memory import Measured
-from evenpipe.planner.grouped import average_ms
 from evenpipe.runtime.channel import Layouts
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import Stage, VaryingStage
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import BACKWARD, FORWARD, Link, Schedule, Size, Unit, build
+from evenpipe.tuner.group_memory import Measured
+from evenpipe.tuner.grouped import average_ms
 
 __all__ = ["DryRun"]
 

@@ -12,13 +12,13 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from evenpipe.planner.group_memory import Measured
-from evenpipe.planner.grouped import Candidate
 from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.resources import highest_of_all
 from evenpipe.runtime.timing import sending_gbps
 from evenpipe.schedule import Link, ScheduleError, links, loop
+from evenpipe.tuner.group_memory import Measured
+from evenpipe.tuner.grouped import Candidate
 from evenpipe.tuner.tuner import Retune, Tuner
 
 __all__ = ["Burst", "Ends", "decided_by_rank_0", "fits_on_all", "measure_links", "of_all_stages", "retune"]

@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from evenpipe.planner.group_memory import (
+from evenpipe.runtime.executor import Executor
+from evenpipe.tuner.group_memory import (
     Measured,
     PlanError,
     StageMemory,
@@ -20,8 +21,7 @@ from evenpipe.planner.group_memory import (
     stage_times,
     unit_bytes,
 )
-from evenpipe.planner.grouped import Candidate, GroupedSchedule
-from evenpipe.runtime.executor import Executor
+from evenpipe.tuner.grouped import Candidate, GroupedSchedule
 from evenpipe.tuner.links import Ends, of_all_stages, retune
 from evenpipe.tuner.tuner import Retune, Tuner, thinned_out
 

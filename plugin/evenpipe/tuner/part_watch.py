@@ -7,12 +7,12 @@ from collections.abc import Callable
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from evenpipe.planner.group_memory import Measured
-from evenpipe.planner.grouped import average_ms
 from evenpipe.runtime.resources import Observer
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.runtime.timing import Clock, SpanRecorder
 from evenpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Unit
+from evenpipe.tuner.group_memory import Measured
+from evenpipe.tuner.grouped import average_ms
 
 __all__ = ["PartFigures", "PartWatch", "measured_by"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
 from evenpipe.report.files import write_atomically
 from evenpipe.schedule import Link, Program
+from evenpipe.tuner.grouped import Candidate, GroupedSchedule, StageTimes
 from evenpipe.tuner.pace import Pace
 
 __all__ = ["HYSTERESIS", "WINDOW", "Retune", "Tuner", "read_state", "save_with", "thinned_out"]

@@ -118,8 +118,8 @@ def switching(
     turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float, schedule_of: Callable[[], Any] = lambda: "kfkb"
 ) -> dict[str, Any]:
     """`turns` are decided for, one after the other; with what was predicted for each."""
-    from evenpipe.planner.group_memory import saved_peaks
-    from evenpipe.planner.grouped import Candidate
+    from evenpipe.tuner.group_memory import saved_peaks
+    from evenpipe.tuner.grouped import Candidate
     from evenpipe.tuner.loop import Conditions
     from evenpipe.tuner.tuner import Tuner
 
@@ -233,9 +233,9 @@ def lengths() -> dict[str, Any]:
     The largest group that fits is decided for, with BPipe, in much memory, until then.
     """
     from evenpipe.megatron.schedule import PipelineSchedule
-    from evenpipe.planner.group_memory import peak_bytes, saved_peaks
-    from evenpipe.planner.grouped import Candidate, GroupedSchedule
     from evenpipe.schedule import Programs
+    from evenpipe.tuner.group_memory import peak_bytes, saved_peaks
+    from evenpipe.tuner.grouped import Candidate, GroupedSchedule
     from evenpipe.tuner.tuner import Tuner
 
     def of_lengths() -> Learner:

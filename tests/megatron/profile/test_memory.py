@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from evenpipe.planner.group_memory import StageMemory, unit_bytes
-from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import links, loop
 from evenpipe.train.machine import PlannedRun, ProfileError, stage_memories, stage_memory
 from evenpipe.train.options import TrainOptions
+from evenpipe.tuner.group_memory import StageMemory, unit_bytes
+from evenpipe.tuner.grouped import Candidate, GroupedSchedule
 from tests.reports import MEGATRON, reports
 from tests.selected import marked, selected
 

@@ -19,11 +19,12 @@ from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.symbols import LOGGED_LOSSES
 from evenpipe.megatron.unsupported import refuse_unsupported
-from evenpipe.planner.group_memory import Measured, divisors
-from evenpipe.planner.grouped import GroupedSchedule
+from evenpipe.planner.divisors import divisors
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Need, Schedule, Spec
 from evenpipe.tuner.dry_run import DryRun
+from evenpipe.tuner.group_memory import Measured
+from evenpipe.tuner.grouped import GroupedSchedule
 from evenpipe.tuner.links import fits_on_all
 from evenpipe.tuner.loop import AdaptiveLoop
 from evenpipe.tuner.process_memory import Room

@@ -20,11 +20,11 @@ from evenpipe.megatron.train_engine.learner import Learner, Tensors, make_learne
 from evenpipe.megatron.train_engine.schedules import InstalledSchedule, installed_schedule
 from evenpipe.megatron.two_bw.expert_losses import forget_model
 from evenpipe.megatron.vee import vee_patches
-from evenpipe.planner.group_memory import PlanError
 from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.train.engine import Case, Coordinates, FailureContext, OptimizerStep, Tuned, changed_versions
 from evenpipe.train.options import OptionsError
 from evenpipe.train.run import digest
+from evenpipe.tuner.group_memory import PlanError
 from evenpipe.tuner.process_memory import KeptBytes
 
 __all__ = ["MegatronEngine", "opened", "prepare"]

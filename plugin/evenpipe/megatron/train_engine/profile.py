@@ -24,12 +24,12 @@ from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import installed_release
 from evenpipe.megatron.train_engine.learner import Learner, Tensors, forward_step, make_learner
-from evenpipe.planner.group_memory import Measured, StageMemory, stage_memory
 from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import FORWARD, Size, Unit, build
 from evenpipe.train.data import Corpus
 from evenpipe.train.options import TrainOptions
+from evenpipe.tuner.group_memory import Measured, StageMemory, stage_memory
 
 __all__ = ["fake_groups", "profile", "without_memory"]
 

@@ -9,8 +9,8 @@ from itertools import product
 from typing import Final, get_args
 
 from evenpipe.descriptions import Cluster, Framework, Model
+from evenpipe.planner.divisors import divisors
 from evenpipe.planner.estimate import framework_of
-from evenpipe.planner.group_memory import divisors
 from evenpipe.planner.possible import check_precision
 from evenpipe.planner.run import EstimateError, Module, Placement, Recompute, Run
 from evenpipe.planner.search.profiles import Divided

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from decimal import ROUND_CEILING, Context, Decimal
-from math import isqrt
 from typing import NamedTuple
 
-from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
+from evenpipe.planner.divisors import divisors
+from evenpipe.tuner.grouped import Candidate, GroupedSchedule, StageTimes
 
 __all__ = [
     "Measured",
     "PlanError",
     "StageMemory",
     "candidates",
-    "divisors",
     "growth",
     "peak_bytes",
     "saved_peaks",
@@ -154,12 +153,6 @@ def candidates(
     if not found:
         raise PlanError(_least(memory, [Candidate(1, size, samples // size) for size in sizes], schedule))
     return tuple(found)
-
-
-def divisors(samples: int) -> list[int]:
-    """Return the sizes that micro-batches of so many samples together may have, in ascending order."""
-    small = [size for size in range(1, isqrt(samples) + 1) if samples % size == 0]
-    return sorted({*small, *(samples // size for size in small)})
 
 
 def _least(memory: Sequence[StageMemory], tried: Sequence[Candidate], schedule: GroupedSchedule) -> str:

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from evenpipe.planner.group_memory import (
+from evenpipe.schedule import Action, Programs, Size, Spec, lower, reordered
+from evenpipe.simulate import Costs, simulate
+from evenpipe.tuner.group_memory import (
     Measured,
     PlanError,
     StageMemory,
@@ -21,9 +23,7 @@ from evenpipe.planner.group_memory import (
     stage_times,
     unit_bytes,
 )
-from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, average_ms, estimate_ms
-from evenpipe.schedule import Action, Programs, Size, Spec, lower, reordered
-from evenpipe.simulate import Costs, simulate
+from evenpipe.tuner.grouped import Candidate, GroupedSchedule, StageTimes, average_ms, estimate_ms
 from tests.schedules import build
 
 STAGES, GROUPS, BATCHES = st.integers(2, 6), st.integers(1, 5), st.integers(1, 70)
