@@ -1,4 +1,4 @@
-"""What a searched order gains over building blocks in a V, and over schedules with a name. By simulation.
+"""Compare a searched order with building blocks in a V, and with named schedules. By simulation.
 
 Three cases of a size, by chance. "uneven": an embedding of 0.05 of a part, a head of 0.1 to 0.5, layers up to 5 % more
 or less, messages of up to 0.15 of a stage's forward. "experts": every other part takes 1.1 to 1.4, the others as much
@@ -63,7 +63,7 @@ def case(kind: str, stages: int, seed: int, micro_batches: int, level: float) ->
 
 
 def speeds(problem: Problem, seconds: float) -> dict[str, float]:
-    """Of each kind of orders, the best that fits, and the processor time of the search."""
+    """Return the best of each kind of orders that fits, and the processor time of the search."""
     stages = problem.places.stages
     size = Size(stages, problem.micro_batches, 2)
     even = Problem(problem.places, problem.micro_batches, [EVEN] * 2 * stages, problem.cap)

@@ -116,7 +116,7 @@ def test_a_searched_schedule_that_swaps_says_how_it_is_run(tmp_path: Path, capsy
 
 @pytest.fixture
 def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first command of a test has searched is shown by the others too."""
+    """The first command of a test searches, and the others show what it found."""
     search, found = front.front, list[front.Front]()
 
     def once(*asked: Any) -> front.Front:

@@ -116,7 +116,7 @@ TABLE = "searched table that swaps"
 SWAPPING = "searches and swaps"
 SWAPPED = ("measured", "swap 0.8", "swap 0.8 bpipe")
 #: Of the peak of the worst stage.
-CAPS = ("cap 0.6", "cap 0.45")
+CAPS = ("cap 0.9", "cap 0.75", "cap 0.6", "cap 0.45")
 #: The same, where copies to the host count as slow.
 RECOMPUTED = "cap 0.5 recomputed"
 #: The same, where stages may send to partners.

@@ -65,7 +65,7 @@ def test_layers_are_recomputed_where_copies_are_slow(ranks: list[dict[str, Any]]
 def test_stages_send_to_their_partners_where_copies_are_slow_and_nothing_can_be_recomputed(
     ranks: list[dict[str, Any]],
 ) -> None:
-    """Of four micro-batches the first of four stages holds three, and what stays of the others."""
+    """The first of four stages holds three of four micro-batches, and what stays of the fourth."""
     [line] = {line for rank in ranks for line in rank[PARTNERS]["said"]}
     assert re.search(r"swaps of each micro-batch by stage: 0% 0% 0% 0%;", line)
     assert "; stages that move micro-batches to and from their partners: 0, 3;" in line

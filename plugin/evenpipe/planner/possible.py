@@ -1,4 +1,4 @@
-"""What no run can be: sizes that do not divide, and what a device, a model or the framework does not have."""
+"""Say what a run cannot be: sizes that do not divide, and what a device, a model or the framework lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the options of `evenpipe train` have to fulfil. Each rule raises ValueError: one line, a flag and a remedy."""
+"""Check the options of `evenpipe train`. Each rule raises ValueError: one line, a flag and a remedy."""
 
 from __future__ import annotations
 
